@@ -1,8 +1,8 @@
-"""Calls that the engine's thread answers: lookups and loads that were begun, and calls that a thread waits for.
+"""Calls that the engine's thread answers.
 
-A call is a task in the engine's thread, in its own cancel scope. Only the thread that removes it from the table of pending
-calls may answer it. The removal is one step, so a ``close`` that ran out of time and answers all pending calls answers none
-twice.
+They are lookups and loads that were begun, and calls that a thread waits for. A call is a task in the engine's thread,
+in its own cancel scope. Only the thread that removes it from the table of pending calls may answer it. The removal is
+one step, so a ``close`` that ran out of time and answers all pending calls answers none twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 
 class CallFuture(Future[T]):
-    """The answer of one call. A cancellation or a timeout ends the call, and what it has obtained is released."""
+    """The answer of one call.
+
+    A cancellation or a timeout ends the call, and the resources that it has obtained are released.
+    """
 
     __slots__ = (
         "_error",
@@ -56,13 +59,22 @@ class CallFuture(Future[T]):
         super().__init__(worker, 0)
         self.function: Callable[[], Awaitable[T]] = function
         self.deadline: float = deadline
-        """When the call is ended if it has not ended by itself, on the clock of ``time.monotonic``."""
+        """The call's deadline, on the clock of ``time.monotonic``.
+
+        It may have ended by itself before.
+        """
         self.dispose: Callable[[T], None] | None = dispose
         """Releases the answer of a call that was cancelled or timed out."""
         self.to_the_end: bool = to_the_end
-        """Whether the call may write to memory of the caller, so that its end must be known even after a cancel."""
+        """Whether the call may write to memory of the caller.
+
+        Its end must then be known even after a cancel.
+        """
         self.polled: bool = polled
-        """Whether a poll returns it: true for calls that were begun, false for those that a thread waits for."""
+        """Whether a poll returns it.
+
+        True for calls that were begun, false for those that a thread waits for.
+        """
         self.begun: bool = False
         """Whether the engine's thread has to answer it."""
         self.scope: trio.CancelScope | None = None
@@ -96,21 +108,27 @@ class CallFuture(Future[T]):
             self.dispose(self._value)
 
     def begin(self) -> None:
-        """The engine's thread is about to be asked. Only calls that are cost a scope: most are answered where they are made."""
+        """Make the scope of a call that the engine's thread will answer.
+
+        Other calls cost no scope: most are answered in the calling thread.
+        """
         self.begun = True
         self.scope, self.stop = trio.CancelScope(), trio.Event()
 
     def end(self, value: T | None, error: BaseException | None, note: Callable[[Future[Any]], None]) -> None:
-        """Set the answer. Only for the thread that removed the call from the pending calls."""
+        """Set the answer.
+
+        Only for the thread that removed the call from the pending calls.
+        """
         self._value, self._error = value, error
         self._finish(note if self.polled else None)
 
 
 class LookupFuture(CallFuture["Hit"]):
-    """A lookup that was begun by :meth:`Engine.begin_lookup`. Its :meth:`result` is the :class:`Hit`, pinned until released.
+    """A lookup that was begun by :meth:`Engine.begin_lookup`.
 
-    A cancelled lookup leaves nothing pinned, also when it had found something already. If it had no answer yet, its
-    :meth:`result` raises :class:`CallCancelled`.
+    Its :meth:`result` is the :class:`Hit`, pinned until released. A cancelled lookup leaves nothing pinned, also if it
+    had found blocks already. If it had no answer yet, its :meth:`result` raises :class:`CallCancelled`.
     """
 
     __slots__ = ("keys", "tenant")
@@ -126,11 +144,12 @@ class LookupFuture(CallFuture["Hit"]):
 
 
 class LoadFuture(CallFuture[LoadResult]):
-    """A load that was begun by :meth:`Engine.begin_load`. Until it is done, the engine writes to its destination.
+    """A load that was begun by :meth:`Engine.begin_load`.
 
-    After a cancellation or a timeout it is done once no copy into ``destination`` is under way. If that cannot be proven,
-    :meth:`result` raises :class:`offload.DrainUnproven`, and ``destination`` must not be used again. A load that was cancelled
-    before it had an answer raises :class:`CallCancelled`: the destination may be used, its bytes are undefined.
+    Until it is done, the engine writes to its destination. After a cancellation or a timeout it is done once no copy
+    into ``destination`` is under way. If that cannot be proven, :meth:`result` raises :class:`offload.DrainUnproven`,
+    and ``destination`` must not be used again. A load that was cancelled before it had an answer raises
+    :class:`CallCancelled`: the destination may be used, its bytes are undefined.
     """
 
     __slots__ = ("destination", "hit", "precondition")
@@ -152,19 +171,21 @@ class LoadFuture(CallFuture[LoadResult]):
         self.hit: Hit = hit
         """The hit whose blocks are loaded."""
         self.destination: Destination = destination
-        """Where they are copied to."""
+        """The destination of the copy."""
         self.precondition: Precondition = precondition
-        """What it waits for before it copies."""
+        """The precondition that it waits for before it copies."""
 
 
 class Hit:
-    """The longest prefix that was found, pinned where it lies: a context manager. Made by a lookup only.
+    """The longest prefix that was found, pinned in its tiers.
+
+    It is a context manager, and made by a lookup only.
 
     Attributes:
-        keys: the keys that were found: from the first one requested to the last before the first that no tier has.
-        runs: where they are, in order: the name of a tier, and how many blocks are read from it.
-        unavailable: the tiers that raised or did not answer, by name, with the error. Not a miss: they may have more of the
-            blocks.
+        keys: the keys that were found: from the first one requested up to the first that no tier has.
+        runs: the tiers of the blocks, in order: the name of a tier, and the number of blocks that are read from it.
+        unavailable: the tiers that raised or did not answer, by name, with the error. Not a miss: they may have more of
+            the blocks.
     """
 
     __slots__ = (
@@ -183,7 +204,7 @@ class Hit:
         self._worker = worker
         self._pinned = pinned
         self._let_go_of = False
-        self.reads: dict[object, None] = {}  # loads that threads make themselves, and have not ended
+        self.reads: dict[object, None] = {}  # unfinished loads that threads make themselves
         self.keys: Sequence[Key] = pinned.keys
         self.runs: list[tuple[str, int]] = pinned.runs
         self.unavailable: Mapping[str, Exception] = pinned.unavailable
@@ -198,14 +219,17 @@ class Hit:
 
     @property
     def advice(self) -> Advice | None:
-        """How much of what was found is worth loading; ``None`` where that is off (``load_or_recompute``)."""
+        """The advice how many of the blocks are worth loading.
+
+        ``None`` if that is off (``load_or_recompute``).
+        """
         return self._pinned.advice
 
     def in_place(self) -> BlocksInPlace | None:
-        """Where its blocks lie, if all of them lie in memory of this process; ``None``: some do not.
+        """Return its blocks in place, if all are in this process's memory.
 
-        A load of this hit into what this returns copies nothing, and verifies them. They are to be read only, and as long as
-        this is held: see :meth:`begin_reading`.
+        ``None`` if some are not. A load of this hit into the returned object copies nothing, and verifies the blocks.
+        They are to be read only, and as long as this hit is held: see :meth:`begin_reading`.
 
         Raises:
             ValueError: it was released.
@@ -224,31 +248,33 @@ class Hit:
         return self._pinned
 
     def begin_reading(self, read: object) -> PinnedHit:
-        """Keep it pinned until :meth:`end_reading` of this, also if it is released meanwhile.
+        """Keep the hit pinned until :meth:`end_reading` is called.
+
+        It stays pinned also if it is released meanwhile. ``read`` identifies the read.
 
         Raises:
             ValueError: it was released; :meth:`end_reading` is due all the same.
         """
-        self.reads[read] = None  # before the look at whether it is released: a release looks at this after it says so
+        self.reads[read] = None  # before the check of the release: a release sets its flag before it looks here
         return self.pinned
 
     def end_reading(self, read: object) -> None:
-        """This reads no more. Idempotent."""
+        """End a read. Idempotent."""
         self.reads.pop(read, None)
         if self._released:
             self._let_go()
 
     def release(self) -> None:
-        """Release the blocks. Idempotent; never blocks, and does nothing after the engine's end.
+        """Release the blocks. Idempotent; never blocks.
 
-        Loads that were begun before keep their blocks pinned until they end.
+        Loads that were begun before keep their blocks pinned until they end. After the engine's end this does nothing.
         """
         self._released = True
         self._let_go()
 
     def _let_go(self) -> None:
-        # Twice is harmless, and not at all is not: so it is noted as done behind it, and `__del__` is the second attempt of a
-        # thread that a signal has interrupted in here.
+        # Twice is harmless, and not at all is not: so it is marked as done afterwards, and `__del__` is the second
+        # attempt of a thread that a signal has interrupted in here.
         if not self.reads and not self._let_go_of and not self._worker.forked:
             self._worker.reads.release(self._pinned)
             self._let_go_of = True

@@ -1,8 +1,8 @@
-"""CancellationToken for threads: cancels any number of stores together.
+"""The cancellation token for threads: cancels any number of stores together.
 
-It needs no lock, because of the order of two steps: a store adds itself first and reads the flag second; a cancellation sets
-the flag first and reads the set of stores second. So at least one of the two sees the other, and a second request changes
-nothing.
+It needs no lock, because of the order of two steps: a store adds itself first and reads the flag second; a cancellation
+sets the flag first and reads the set of stores second. So at least one of the two sees the other, and a second request
+changes nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class CancellationToken:
-    """Cancels any number of stores together: hand it in at ``engine.store(..., cancel_token=token)``, as often as you like.
+    """A cancellation that is shared by any number of stores.
 
-    For an inference engine that aborts a request. For any thread, and for stores of any number of engines. A store leaves the
-    token when it has ended. A store with a token that was cancelled before is CANCELLED at once, without policies or room.
+    Pass it to ``engine.store(..., cancel_token=token)``, any number of times. It is for an inference engine that aborts
+    a request, for any thread, and for stores of any number of engines. A store leaves the token when it has ended. A
+    store with a token that was cancelled before is CANCELLED at once, without policies or room.
     """
 
     __slots__ = ("_called", "_futures")
@@ -38,13 +39,16 @@ class CancellationToken:
         return self._called
 
     def request_cancel(self) -> None:
-        """Request the cancellation of all stores that have the token. Never blocks; idempotent."""
+        """Request the cancellation of all stores that have the token.
+
+        Never blocks; idempotent.
+        """
         self._called = True
         for future in list(self._futures):
             future.request_cancel()
 
     def cancel(self, timeout: float | None = None) -> None:
-        """Request the cancellation of all stores that have the token, and wait until each is confirmed.
+        """Cancel all stores that have the token, and await confirmation.
 
         Args:
             timeout: how long to wait for all of them together, in seconds; by default the engine's timeout for each.

@@ -1,4 +1,7 @@
-"""The engine as threads call it. The rules are in the package's docstring."""
+"""The public engine of threads.
+
+The rules are in the package's docstring.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,16 @@ AnyFuture: TypeAlias = StoreFuture | LookupFuture | LoadFuture
 """Everything that :meth:`Engine.poll` returns."""
 
 WhenFull: TypeAlias = Literal["raise", "drop"]
-"""What a store does in a full engine: raise :class:`offload.PipelineFull`, or drop the blocks and count them."""
+"""The action of a store in a full engine.
+
+It raises :class:`offload.PipelineFull`, or drops the blocks and counts them.
+"""
 
 DEFAULT_TIMEOUT: Final = 60.0
-"""The default timeout of a call, in seconds: longer than a healthy copy, shorter than an operator's patience."""
+"""The default timeout of a call, in seconds.
+
+It is longer than a healthy copy, and shorter than an operator's patience.
+"""
 
 
 def open_engine(
@@ -73,10 +82,11 @@ def open_engine(
     timeout: float = DEFAULT_TIMEOUT,
     start_timeout: float = DEFAULT_TIMEOUT,
 ) -> Engine:
-    """Open an engine in a new thread: ``with offload.from_thread.open_engine(host, [disk]) as engine``.
+    """Open an engine in a new thread.
 
-    While it is open, only that thread may use the source and the tiers, except as :meth:`Engine.store` allows. Policies and
-    instruments are called in that thread, and must not wait for the engine (see :meth:`Engine.store` for the one exception).
+    Use it as ``with offload.from_thread.open_engine(host, [disk]) as engine``. While it is open, only that thread may
+    use the source and the tiers, except as :meth:`Engine.store` allows. Policies and instruments are called in that
+    thread, and must not wait for the engine (see :meth:`Engine.store` for the one exception).
 
     Args:
         source: as for :func:`offload.open_engine`, like all arguments without a description here.
@@ -136,7 +146,10 @@ def open_engine(
 
 
 class Engine:
-    """An engine in its own thread. Made by :func:`open_engine`; a context manager, which starts and closes it."""
+    """An engine in its own thread. Made by :func:`open_engine`.
+
+    It is a context manager, which starts and closes it.
+    """
 
     def __init__(self, worker: EngineWorker, start_timeout: float) -> None:
         self._worker = worker
@@ -151,12 +164,12 @@ class Engine:
 
     @property
     def budget_blocks(self) -> int:
-        """Blocks that may be in flight at once, and the largest single store."""
+        """Most blocks in flight at once, and in a single store."""
         return self._worker.budget_blocks
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block of the source."""
+        """Size of a block of the source, in bytes."""
         return self._worker.source.block_bytes
 
     # --- opening and closing --------------------------------------------------------------------------------------
@@ -171,24 +184,26 @@ class Engine:
         """
         worker = self._worker
         worker.start(self._start_timeout)
-        # In this order: at exit, what was registered last is called first. So the engine closes before any finalizer runs and
-        # before everything that was registered earlier, while the tiers and their directories are still there.
+        # In this order: at exit, the latest registered function is called first. So the engine closes before any
+        # finalizer runs and before everything that was registered earlier, while the tiers and their directories are
+        # still there.
         weakref.finalize(self, worker.drop).atexit = False
         atexit.register(worker.close_at_exit)
         return self
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the engine and join its thread; every future is done then. Idempotent; for any thread.
+        """Close the engine and join its thread.
 
-        Stores that are not committed end as FAILED, copies under way drain, as at the end of :func:`offload.open_engine`'s
-        block. Call :meth:`drain` first to have everything stored. In a forked child it does nothing.
+        Every future is done then. Idempotent; for any thread. Stores that are not committed end as FAILED, copies under
+        way drain, as at the end of :func:`offload.open_engine`'s block. Call :meth:`drain` first to have everything
+        stored. In a forked child it does nothing.
 
         Args:
             timeout: in seconds; by default a little longer than all pipelines may take to drain.
 
         Raises:
-            WaitTimeout: the thread has not ended. Its futures are done, as FAILED by :class:`offload.DrainUnproven`: their
-                blocks may still be read.
+            WaitTimeout: the thread has not ended. Its futures are done, as FAILED by :class:`offload.DrainUnproven`:
+                their blocks may still be read.
             EngineCrashed: the thread had ended with an error. Raised once.
         """
         self._worker.close(timeout)
@@ -200,7 +215,7 @@ class Engine:
         try:
             self.close()
         except EngineCrashed:
-            if error is None:  # otherwise keep the body's own error, of which the crash is mostly the cause
+            if error is None:  # otherwise keep the body's own error, which is mostly due to the crash
                 raise
 
     # --- storing --------------------------------------------------------------------------------------------------
@@ -213,30 +228,32 @@ class Engine:
         tenant: str = "",
         cancel_token: CancellationToken | None = None,
     ) -> StoreFuture:
-        """Store blocks of the source. Never blocks; the stages run in the engine's thread, or at once in this one.
+        """Store blocks of the source. Never blocks.
 
-        At once, so that the future is done on return, where nothing may have to wait: ``NO_WAIT``, up to 512 KiB of
-        ``source.external`` blocks for a tier in memory with none behind it, no policy or instrument that wants the engine's
-        thread (:class:`offload.abc.Instrument`), and an engine's thread that has nothing to do. Never in the main thread,
-        where a signal may strike.
+        The stages run in the engine's thread, or at once in this one. They run at once, so that the future is done on
+        return, if nothing may have to wait: ``NO_WAIT``, up to 512 KiB of ``source.external`` blocks for a tier in
+        memory with none after it, no policy or instrument that needs the engine's thread
+        (:class:`offload.abc.Instrument`), and an engine's thread that has nothing to do. Never in the main thread, in
+        which a signal may strike.
 
-        Whether there is room is decided in this call, by the engine's own count: all futures that are not done (and, once
-        :meth:`poll` or :meth:`fileno` is in use, not polled) may have ``budget_blocks`` blocks together. Only this method feeds
-        the first pipeline, so a store that passes here has room there.
+        The room is decided in this call, by the engine's own count: all futures that are not done (and, once
+        :meth:`poll` or :meth:`fileno` is in use, not polled) may have ``budget_blocks`` blocks together. Only this
+        method feeds the first pipeline, so a store that passes here has room there.
 
-        Strong blocks belong to the engine from this call on, also when it raises. ``source.weak`` and ``source.external`` may
-        be called in any thread; methods that change the source (``strong``, ``put``, ``stage``) must go through :meth:`call`.
-        Not for signal handlers, which may interrupt a store in their own thread.
+        Strong blocks belong to the engine from this call on, also when it raises. ``source.weak`` and
+        ``source.external`` may be called in any thread; methods that change the source (``strong``, ``put``, ``stage``)
+        must go through :meth:`call`. Not for signal handlers, which may interrupt a store in their own thread.
 
         Args:
             blocks: from the engine's source.
-            precondition: what must hold before the bytes may be read: an :class:`Event` that a thread sets after the forward
+            precondition: the condition for reading the bytes: an :class:`Event` that a thread sets after the forward
                 pass, or a CUDA event, for example.
             tenant: the tenant, for tiers that need it.
             cancel_token: cancels this store together with others, for example all stores of one request.
 
         Raises:
-            PipelineFull: there is no room. (With ``when_full="drop"``, the future is :attr:`~StoreFuture.dropped` instead.)
+            PipelineFull: there is no room. (With ``when_full="drop"``, the future is :attr:`~StoreFuture.dropped`
+                instead.)
             PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
             ValueError: the blocks are of another source, or exceed the budget.
             TypeError: ``precondition`` is not a precondition.
@@ -260,7 +277,7 @@ class Engine:
                     mailbox.messages.append(future)
         if acts:
             try:
-                # The engine cannot end meanwhile, so what is left to it here is not forgotten.
+                # The engine cannot end meanwhile, so a store that is left to it here is not forgotten.
                 if worker.store_at_once(future):
                     return future
                 mailbox.messages.append(future)
@@ -278,7 +295,9 @@ class Engine:
         return future
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until everything stored before has settled in all of its tiers. A timeout cancels nothing.
+        """Wait until all earlier stores have settled in all of their tiers.
+
+        A timeout cancels nothing.
 
         Raises:
             WaitTimeout: not everything has settled.
@@ -288,9 +307,10 @@ class Engine:
     # --- ended futures --------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """A file descriptor that becomes readable when a future has ended, for ``select`` or ``epoll``; then call :meth:`poll`.
+        """Return a file descriptor that becomes readable when a future has ended.
 
-        It may be readable although there is nothing to poll. Closing the engine closes it.
+        It is for ``select`` or ``epoll``; then call :meth:`poll`. It may be readable although there is nothing to poll.
+        Closing the engine closes it.
 
         Raises:
             PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
@@ -298,43 +318,46 @@ class Engine:
         return self._worker.listen()
 
     def poll(self) -> list[AnyFuture]:
-        """The futures that ended since the last poll, oldest first. Never blocks.
+        """Return the futures that ended since the last poll, oldest first.
 
-        Collecting begins with the first call of this or of :meth:`fileno`. From then on exactly one poll returns each future of
-        a store, a begun lookup or a begun load that has ended, including those that were done on return. A store takes up room
-        until then.
+        Never blocks. Collecting begins with the first call of this or of :meth:`fileno`. From then on exactly one poll
+        returns each future of a store, a begun lookup or a begun load that has ended, including those that were done on
+        return. A store takes up room until then.
 
         Raises:
-            PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork, and all futures were returned.
+            PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork, and all futures were
+                returned.
         """
         return self._worker.poll()
 
     def statistics(self, timeout: float | None = None) -> Statistics:
-        """An immutable snapshot, taken in the engine's thread."""
+        """Return an immutable snapshot, taken in the engine's thread."""
         return self._ask(self._statistics, timeout=timeout)
 
     # --- loading --------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[Key], timeout: float | None = None, *, tenant: str = "") -> Hit:
-        """Find the longest prefix of ``keys`` over all tiers and pin it: ``with engine.lookup(keys) as hit``.
+        """Find the longest prefix of ``keys`` over all tiers and pin it.
 
-        This thread finds it itself, whatever the engine's thread does meanwhile, in tiers in memory, in files, and in the page
-        store where its index tells. Where another tier has to be asked, or a broken one may be tried again, it is
-        :meth:`begin_lookup`, and a wait for its end.
+        Use it as ``with engine.lookup(keys) as hit``. This thread finds the prefix itself, whatever the engine's thread
+        does meanwhile, in tiers in memory, in files, and in the page store if its index knows the answer. If another
+        tier has to be asked, or a broken one may be tried again, it is :meth:`begin_lookup`, and a wait for its end.
 
         Raises:
-            WaitTimeout: the engine's thread itself did not answer, which is no miss. A prefix that is found later is released.
+            WaitTimeout: the engine's thread itself did not answer, which is no miss. A prefix that is found later is
+                released.
         """
         call = self._lookup(keys, tenant, timeout, polled=False)
         hit = self._worker.reads.lookup(call.keys, tenant)
         return self._worker.wait_for(call, timeout) if hit is None else hit
 
     def begin_lookup(self, keys: Sequence[Key], *, tenant: str = "", timeout: float | None = None) -> LookupFuture:
-        """Begin to look up the longest prefix of ``keys`` over all tiers, and pin it. Never blocks; may be done on return.
+        """Begin to look up and pin the longest prefix of ``keys``.
 
-        Each tier has ``lookup_timeout`` for its part, and all of them together a little less than ``timeout``. A tier that does
-        not answer is named in :attr:`Hit.unavailable`, its breaker counts a fault, and the result is what the others have. The
-        caller releases the hit, or cancels the future, which releases what it has pinned or will pin.
+        Never blocks; may be done on return. All tiers are looked up. Each has ``lookup_timeout`` for its part, and all
+        of them together a little less than ``timeout``. A tier that does not answer is named in
+        :attr:`Hit.unavailable`, its breaker counts a fault, and the result is the prefix in the others. The caller
+        releases the hit, or cancels the future, which releases the blocks that it has pinned or will pin.
 
         Args:
             keys: the keys in order.
@@ -364,18 +387,19 @@ class Engine:
         precondition: PreconditionLike | None = None,
         promote: bool | str | None = None,
     ) -> LoadResult:
-        """Copy the blocks of a hit to ``destination``, position by position, and verify them.
+        """Copy the blocks of a hit to ``destination`` and verify them.
 
-        What such a lookup has found, and goes to host memory that may be written now, this thread reads itself, up to 32 MiB;
-        where that finds anything wrong, and for all else, it is :meth:`begin_load`, and a wait for its end. So a disk that
-        hangs within one block holds this thread, and no timeout ends that. However it ends, ``destination`` is the caller's
-        again, but for the one case below: a load that runs out of time, or is interrupted, is ended and waited for.
+        They are copied position by position. If a lookup made in this thread found the hit, and the destination is host
+        memory that may be written now, this thread reads the blocks itself, up to 32 MiB; if it finds anything wrong,
+        and for all other loads, it is :meth:`begin_load`, and a wait for its end. So a disk that hangs within one block
+        holds this thread, and no timeout ends that. However it ends, ``destination`` is the caller's again, but for the
+        one case below: a load that runs out of time, or is interrupted, is ended and awaited.
 
         Args:
             hit: the result of a lookup.
             destination: addresses, numpy arrays or torch tensors, one for each block.
             timeout: in seconds, with the wait for the precondition; by default the engine's.
-            precondition: what must hold before ``destination`` may be written; see :meth:`offload.Engine.load`.
+            precondition: the condition for writing to ``destination``; see :meth:`offload.Engine.load`.
             promote: as for :meth:`offload.Engine.load`.
 
         Raises:
@@ -399,19 +423,20 @@ class Engine:
         promote: bool | str | None = None,
         timeout: float | None = None,
     ) -> LoadFuture:
-        """Begin to copy the blocks of a hit to ``destination``. Never blocks; may be done on return.
+        """Begin to copy the blocks of a hit to ``destination``. Never blocks.
 
-        A short copy of memory is made at once, and nothing else: no file is read in this thread. The hit may be released as
-        soon as this returns: its blocks stay pinned until the load has ended. The engine writes to
-        the destination until the future is done.
+        It may be done on return: a short copy of memory is made at once, and nothing else, so that no file is read in
+        this thread. The hit may be released as soon as this returns: its blocks stay pinned until the load has ended.
+        The engine writes to the destination until the future is done.
 
         Args:
             hit: the result of a lookup.
             destination: addresses, numpy arrays or torch tensors, one for each block.
-            precondition: what must hold before ``destination`` may be written; see :meth:`offload.Engine.load`.
+            precondition: the condition for writing to ``destination``; see :meth:`offload.Engine.load`.
             promote: as for :meth:`offload.Engine.load`; it does not make this load slower.
-            timeout: in seconds, with the wait for the precondition; by default the engine's. After it the load is ended, and
-                its result raises :class:`WaitTimeout`, or :class:`offload.DrainUnproven` if a copy may still be going on.
+            timeout: in seconds, with the wait for the precondition; by default the engine's. After it the load is
+                ended, and its result raises :class:`WaitTimeout`, or :class:`offload.DrainUnproven` if a copy may still
+                be going on.
 
         Raises:
             PipelineFull: too many calls have begun and not ended, or wait to be polled.
@@ -428,7 +453,9 @@ class Engine:
         return call
 
     def computed(self, blocks: int, seconds: float, *, after: int = 0) -> None:
-        """Tell how long computing blocks of a prompt took; see :meth:`offload.Engine.computed`. Never blocks.
+        """Record how long computing blocks of a prompt took. Never blocks.
+
+        See :meth:`offload.Engine.computed`.
 
         Raises:
             ValueError: less than one block, or a time or a position below 0.
@@ -441,9 +468,10 @@ class Engine:
         worker.mailbox.leave(partial(worker.engine.computed, blocks, seconds, after=after))
 
     def delete(self, keys: Sequence[Key], timeout: float | None = None) -> list[Deletion]:
-        """Delete these keys in all tiers. Returns one answer per key, as :meth:`offload.Engine.delete` does.
+        """Delete these keys in all tiers.
 
-        All tiers together have a little less than ``timeout``; one that does not answer gives ``UNAVAILABLE``.
+        All tiers together have a little less than ``timeout``; one that does not answer gives ``UNAVAILABLE``. Returns
+        one answer per key, as :meth:`offload.Engine.delete` does.
 
         Raises:
             WaitTimeout: the engine's thread itself did not answer. Some tiers may have deleted keys.
@@ -461,7 +489,9 @@ class Engine:
         tenant: str = "",
         operator: bool = False,
     ) -> Explanation:
-        """Explain why blocks are, or are not, in the tiers; see :meth:`offload.Engine.explain`.
+        """Explain why blocks are, or are not, in the tiers.
+
+        See :meth:`offload.Engine.explain`.
 
         Raises:
             WaitTimeout: there is no answer yet.
@@ -470,10 +500,10 @@ class Engine:
         return self._ask(self._explain, what, options, timeout=timeout)
 
     def check_layout(self, canary: Canary, layout: str, timeout: float | None = None) -> LayoutCheck:
-        """Before the first request: whether the planes of a block come back as they were stored.
+        """Check that a block's planes come back as they were stored.
 
-        See :meth:`offload.Engine.check_layout`. Out of time, it is ended and waited for: nothing uses the block or its device
-        any more, which may be about to capture a graph.
+        It is for the time before the first request. See :meth:`offload.Engine.check_layout`. If it runs out of time, it
+        is ended and awaited: nothing uses the block or its device any more, which may be about to capture a graph.
 
         Raises:
             LayoutCheckFailed: they do not.
@@ -483,16 +513,16 @@ class Engine:
         return self._ask(self._worker.check_layout, canary, layout, timeout=timeout, to_the_end=True)
 
     def watch_keys(self, watcher_of: Callable[[str], KeyWatcher[Key]], timeout: float | None = None) -> list[str]:
-        """Have what the tiers hold told, and every change from now on, by those that keep a book of keys.
+        """Report the keys of the tiers, and all later changes, to watchers.
 
-        Watchers are called in the engine's thread, until it closes; first each is told what its tier holds.
+        Watchers are called in the engine's thread, until it closes; first each gets the keys that its tier holds.
 
         Args:
             watcher_of: makes the watcher of a tier, by its name; see :class:`maru.kv_events.KeyBook`.
             timeout: how long to wait, in seconds.
 
         Returns:
-            The names of the tiers that tell.
+            The names of the tiers that report their keys.
 
         Raises:
             WaitTimeout: it may have begun, or not.
@@ -581,20 +611,26 @@ class Engine:
 
 @attrs.frozen
 class Statistics:
-    """A snapshot of an engine with the counts of its thread interface. Counters count from its start."""
+    """A snapshot of an engine, with the counts of its thread interface.
+
+    Counters count from its start.
+    """
 
     engine: EngineStatistics
     """The statistics of the engine itself."""
     budget_blocks: int
     """Blocks that may be in flight at once."""
     in_flight_blocks: int
-    """Blocks of futures that are not done or, where :meth:`Engine.poll` is in use, not polled. The limit applies to these."""
+    """Blocks of futures that are not done, to which the limit applies.
+
+    If :meth:`Engine.poll` is in use, those of futures that are done and not polled are included.
+    """
     refused_stores: int
     """Stores that raised :class:`offload.PipelineFull`."""
     dropped_stores: int
     """Stores that were dropped for lack of room."""
     dropped_blocks: int
-    """Their blocks."""
+    """Blocks of these stores."""
     unpolled_futures: int
     """Futures that are done and wait for :meth:`Engine.poll`."""
     unreleased_hits: int

@@ -1,8 +1,9 @@
-"""Futures: results that the engine's thread will deliver to other threads, and the future of a store.
+"""Futures: results that the engine's thread delivers to other threads.
 
-Waking a waiter needs no lock, as in ``offload.preconditions.ThreadEvent``: a waiter registers its callback first and reads the
-state second; the trio thread sets the state first and runs the callbacks second; so at least one of the two sees the other. If
-both do, the one that removes the callback from the list runs it.
+The future of a store is here as well. Waking a waiter needs no lock, as in ``offload.preconditions.ThreadEvent``: a
+waiter registers its callback first and reads the state second; the trio thread sets the state first and runs the
+callbacks second; so at least one of the two sees the other. If both do, the one that removes the callback from the list
+runs it.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _log = logging.getLogger("offload.from_thread")
 
 
 class Future(Generic[T_co]):
-    """The result of an operation that ends later, in the engine's thread. Made by an engine only; for any thread.
+    """The result of an operation that ends later, in the engine's thread.
 
-    In asyncio, ``await future`` is :meth:`result` without a timeout. ``asyncio.timeout`` bounds the wait; leaving it does not
-    end the operation.
+    Made by an engine only; for any thread. In asyncio, ``await future`` is :meth:`result` without a timeout.
+    ``asyncio.timeout`` bounds the wait; leaving it does not end the operation.
     """
 
     __slots__ = ("__weakref__", "_boundary", "_callbacks", "_cancelled", "_done", "_room")
@@ -51,9 +52,10 @@ class Future(Generic[T_co]):
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Whether the operation has ended, and none of its blocks is referenced or in flight.
+        """Return whether the operation has ended.
 
-        (If that cannot be proven, the error is :class:`offload.DrainUnproven`.)
+        None of its blocks is referenced or in flight then. (If that cannot be proven, the error is
+        :class:`offload.DrainUnproven`.)
 
         Raises:
             EngineForked: this is a forked child, in which it never ends.
@@ -77,15 +79,16 @@ class Future(Generic[T_co]):
         return self._answer()
 
     def add_done_callback(self, function: Callable[[Self], object]) -> None:
-        """Call ``function(future)`` once when it has ended, as :class:`concurrent.futures.Future` does.
+        """Call ``function(future)`` once when it has ended.
 
-        The callback runs in the engine's thread, in the order of adding, and so must neither wait for the engine nor take long.
-        If the future is done already, it runs now, in this thread. An exception of it is logged and dropped.
+        The same as :class:`concurrent.futures.Future` does. The callback runs in the engine's thread, in the order of
+        adding, and so must neither wait for the engine nor take long. If the future is done already, it runs now, in
+        this thread. An exception of it is logged and dropped.
 
         Raises:
             EngineForked: this is a forked child, in which it never ends.
         """
-        if self._done and not self._callbacks:  # what was added before has been called, or is being called
+        if self._done and not self._callbacks:  # callbacks added before have been called, or are being called
             _call_and_report(function, self)
             return
         self._boundary.check_process()
@@ -94,15 +97,20 @@ class Future(Generic[T_co]):
     # --- ending ---------------------------------------------------------------------------------------------------
 
     def request_cancel(self) -> None:
-        """Request a cancellation without waiting for it. Idempotent, and allowed after the end of the engine."""
-        # The flag covers a trio thread that takes the store out of the mailbox later, the call one that has taken it already.
-        # In this order, so that between the two no store slips through.
+        """Request a cancellation without waiting for it.
+
+        Idempotent, and allowed after the end of the engine.
+        """
+        # The flag is for a trio thread that takes the store out of the mailbox later, the call for one that has taken
+        # it already. In this order, so that between the two no store slips through.
         self._cancelled = True
         if self._boundary.refusal is None:
             self._boundary.mailbox.call(self._cancel)
 
     def cancel(self, timeout: float | None = None) -> None:
-        """Request a cancellation and wait until no block is referenced, reserved or in flight any more.
+        """Request a cancellation and wait for its confirmation.
+
+        Then no block is referenced, reserved or in flight any more.
 
         Raises:
             WaitTimeout: the cancellation is not confirmed yet; the request stays in effect.
@@ -122,7 +130,7 @@ class Future(Generic[T_co]):
         return self._in_asyncio().__await__()
 
     async def _in_asyncio(self) -> T_co:
-        import asyncio  # only needed where it is awaited
+        import asyncio  # only needed if it is awaited
 
         try:
             loop = asyncio.get_running_loop()
@@ -164,7 +172,7 @@ class Future(Generic[T_co]):
             self._remove_callback(waiter.release)
 
     def _add_callback(self, call: Callable[[], None]) -> None:
-        """Call this once the future is done, or now if it is."""
+        """Call a function once the future is done, perhaps now."""
         if self._callbacks is None:
             calls: list[Callable[[], None]] = []
             with self._boundary.lock:  # two threads may wait for the first time at once
@@ -187,25 +195,28 @@ class Future(Generic[T_co]):
                 return
             call()
 
-    # --- of each kind ---------------------------------------------------------------------------------------------
+    # --- differences of the kinds -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _answer(self) -> T_co:
-        """The result of a future that is done, or raise its error."""
+        """Return the result of a finished future, or raise its error."""
         raise NotImplementedError
 
     @abstractmethod
     def _failure(self) -> BaseException | None:
-        """The error of a future that is done, or ``None``."""
+        """Return the error of a finished future, or ``None``."""
         raise NotImplementedError
 
     @abstractmethod
     def _cancel(self) -> None:
-        """On the trio thread: end the operation if it has not ended."""
+        """End the operation if it has not ended. On the trio thread."""
         raise NotImplementedError
 
     def _finish(self, note: Callable[[Future[Any]], None] | None = None) -> None:
-        """On the trio thread: mark it done. ``note`` runs first, so that a callback that polls finds this future."""
+        """Mark the future as done, on the trio thread.
+
+        ``note`` runs first, so that a callback that polls finds this future.
+        """
         self._done = True
         if note is not None:
             note(self)
@@ -214,13 +225,17 @@ class Future(Generic[T_co]):
             self._run_callbacks(self._callbacks)
 
     def _leave_token(self) -> None:
-        """Leave the cancellation token, if there is one. Called once it is done: a token waits for its members."""
+        """Leave the cancellation token, if there is one.
+
+        Called once the future is done: a token waits for its members.
+        """
 
 
 def _call_and_report(function: Callable[[Any], object], future: Future[Any]) -> None:
-    """Call a user's callback. An exception must not end the engine's thread, so it is logged.
+    """Call a user's callback, and log its exception.
 
-    Also one that is no :class:`Exception`, as ``asyncio.CancelledError``. A KeyboardInterrupt is of the user's own thread.
+    An exception must not end the engine's thread, also one that is no :class:`Exception`, as
+    ``asyncio.CancelledError``. A KeyboardInterrupt is of the user's own thread, and is raised.
     """
     try:
         function(future)
@@ -231,10 +246,10 @@ def _call_and_report(function: Callable[[Any], object], future: Future[Any]) -> 
 
 
 class StoreFuture(Future[TransferResult]):
-    """The future of a store. Its blocks must stay unchanged until it is done.
+    """The future of a store.
 
-    :meth:`result` returns how it ended; failures are in it, not raised. A cancellation before the commit ends it CANCELLED,
-    one after the commit lets it end by its result.
+    Its blocks must stay unchanged until it is done. :meth:`result` returns the outcome; failures are in it, not raised.
+    A cancellation before the commit ends it CANCELLED, one after the commit lets it end by its result.
     """
 
     __slots__ = ("_cancel_token", "_outcome", "blocks", "precondition", "tenant")
@@ -247,7 +262,7 @@ class StoreFuture(Future[TransferResult]):
         tenant: str = "",
         cancel_token: CancellationToken | None = None,
     ) -> None:
-        # What the base class sets, spelled out: calling it would be a fifth of what a store costs the calling thread.
+        # The attributes of the base class, spelled out: calling it would be a fifth of a store's cost in this thread.
         self._boundary = boundary
         self._room = len(blocks.keys)
         self._cancelled = self._done = False
@@ -273,7 +288,10 @@ class StoreFuture(Future[TransferResult]):
 
     @property
     def status(self) -> Status:
-        """The stage of the blocks as last seen. COMPLETE, CANCELLED and FAILED show once the future is done."""
+        """The last known stage of the blocks.
+
+        COMPLETE, CANCELLED and FAILED show once the future is done.
+        """
         what = self._outcome
         if what is None:
             return Status.EVALUATING
@@ -282,7 +300,10 @@ class StoreFuture(Future[TransferResult]):
 
     @property
     def progress(self) -> Progress:
-        """Counts of blocks by stage as last seen; constant size. The counts may be of slightly different moments."""
+        """The last known counts of blocks by stage; constant size.
+
+        The counts may be of slightly different moments.
+        """
         what = self._outcome
         if isinstance(what, TransferHandle):
             return what.progress
@@ -291,7 +312,10 @@ class StoreFuture(Future[TransferResult]):
 
     @property
     def dropped(self) -> bool:
-        """Whether the blocks were dropped as the engine was full. Such a future is done when ``store`` returns."""
+        """Whether the blocks were dropped because the engine was full.
+
+        Such a future is done when ``store`` returns.
+        """
         return isinstance(self._outcome, TransferResult) and self._outcome.status is Status.COMPLETE
 
     # --- on the trio thread ---------------------------------------------------------------------------------------
@@ -310,7 +334,7 @@ class StoreFuture(Future[TransferResult]):
             self._outcome.request_cancel()
 
     def _admitted(self, handle: TransferHandle) -> None:
-        """Called when the pipeline has admitted the store."""
+        """Set the handle of the store, which the pipeline has admitted."""
         self._outcome = handle
 
     def _leave_token(self) -> None:

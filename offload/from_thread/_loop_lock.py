@@ -1,7 +1,8 @@
-"""The lock of an engine's loop: another thread may act in the place of the engine's thread while that one waits for events.
+"""The lock of an engine's loop, with which another thread may act.
 
-Everything that belongs to a trio run is changed by its thread only, between two waits for events. While it waits, nothing
-changes, and every task is at a checkpoint; so whoever keeps it waiting may do what a task does between two checkpoints.
+It acts in the place of the engine's thread, while that one waits for events. Everything that belongs to a trio run is
+changed by its thread only, between two waits for events. While it waits, nothing changes, and every task is at a
+checkpoint; so a thread that keeps it waiting may do the same as a task between two checkpoints.
 
     the engine's thread                                   any other thread
     L1  about to wait for events: release the lock        L3  try to take the lock, without waiting
@@ -9,10 +10,11 @@ changes, and every task is at a checkpoint; so whoever keeps it waiting may do w
 
 Rule 1. Only the engine's thread waits for the lock (L2), and at most for one L4: from L2 on no other thread takes it
         (`_wanted`), or a thread that acts again and again could keep it out for ever.
-Rule 2. A thread acts only if it is not the main thread. A signal strikes there between any two bytecodes, and would leave what
-        it changes half done; the engine's own thread is not the main thread either.
-Rule 3. Who acts has no run of trio: it wakes no task, sets no deadline and reads the engine's clock by itself.
-Rule 4. The lock is taken as long as the engine is not open, before and behind :meth:`attach` to :meth:`detach`.
+Rule 2. A thread acts only if it is not the main thread. A signal strikes there between any two bytecodes, and would
+        leave its changes half done; the engine's own thread is not the main thread either.
+Rule 3. A thread that acts has no run of trio: it wakes no task, sets no deadline and reads the engine's clock by
+        itself.
+Rule 4. The lock is taken as long as the engine is not open: before :meth:`attach`, and after :meth:`detach`.
 """
 
 from __future__ import annotations
@@ -40,17 +42,20 @@ class LoopLock(trio.abc.Instrument):
         trio.lowlevel.add_instrument(self)
 
     def detach(self) -> None:
-        """Let no other thread act any more. Harmless where none was let."""
+        """Let no other thread act any more. Harmless if none was let."""
         if self._attached:
             trio.lowlevel.remove_instrument(self)
 
     def before_io_wait(self, timeout: float) -> None:
-        """L1. Where there is something to do already, it does not wait."""
+        """Release the lock before a wait for events (L1).
+
+        With a timeout of 0 there is something to do already, and no wait.
+        """
         if timeout > 0:
             self._lock.release()
 
     def after_io_wait(self, timeout: float) -> None:
-        """L2."""
+        """Take the lock after a wait for events (L2)."""
         if timeout > 0:
             self._wanted = True
             self._lock.acquire()
@@ -59,9 +64,12 @@ class LoopLock(trio.abc.Instrument):
     # --- any other thread ---------------------------------------------------------------------------------------------
 
     def take_nowait(self) -> bool:
-        """L3. Whether this thread may act now; if so, :meth:`release` is due."""
+        """Take the lock if this thread may act now (L3).
+
+        Returns whether it has taken it; if so, :meth:`release` is due.
+        """
         return not self._wanted and threading.get_ident() != self._main and self._lock.acquire(blocking=False)
 
     def release(self) -> None:
-        """L4. The engine's thread may go on."""
+        """Release the lock, so that the engine's thread may go on (L4)."""
         self._lock.release()

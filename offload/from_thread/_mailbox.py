@@ -1,7 +1,8 @@
-"""Passes messages from any thread to the trio thread, and ended futures back, without a wait on either side.
+"""The mailbox: messages from any thread to the trio thread.
 
-There are two exchanges. In each, one side adds an item and the other removes it, and a flag saves the costly wake-up while one
-is under way already. A flag that is cleared at the wrong moment loses a wake-up, hence the following argument.
+Neither side waits. Ended futures go back in the same way. There are two exchanges. In each, one side adds an item and
+the other removes it, and a flag saves the costly wake-up while one is under way already. A flag that is cleared at the
+wrong moment loses a wake-up, hence the following argument.
 
 **A message for the trio thread.** Waking trio costs some microseconds, and a burst must not pay for it every time:
 
@@ -10,15 +11,15 @@ is under way already. A flag that is cleared at the wrong moment loses a wake-up
     D2  if wake_pending: a wake-up is under way, return   D5  take messages out until there is none
     D3  wake_pending = True, and wake trio
 
-A message would be lost if its writer returned at D2 and no D5 found it. At D2 it saw wake_pending, so the D4 that clears it was
-yet to come (every wake-up is followed by one D4, and only D4 clears). D1 comes before D2, that D4 before its D5; so that D5
-finds the message. Clearing *after* the mailbox was emptied, which looks more natural, loses the messages that are added in
-between. Two threads may both wake trio: one call too many, which finds nothing. D5 takes a bounded number and, if there is
-more, wakes trio itself.
+A message would be lost if its writer returned at D2 and no D5 found it. At D2 it saw wake_pending, so the D4 that
+clears it was yet to come (every wake-up is followed by one D4, and only D4 clears). D1 comes before D2, that D4 before
+its D5; so that D5 finds the message. Clearing *after* the mailbox was emptied, which looks more natural, loses the
+messages that are added in between. Two threads may both wake trio: one call too many, which finds nothing. D5 takes a
+bounded number and, if there is more, wakes trio itself.
 
-A KeyboardInterrupt may strike the waking thread between D3's two halves. Then no wake-up is under way, but the flag would say
-so for ever; hence the ``except`` in :meth:`Mailbox.wake`. What is in the mailbox then waits for the next message, and every
-call that *waits* for the trio thread wakes it first, whatever the flag says.
+A KeyboardInterrupt may strike the waking thread between D3's two halves. Then no wake-up is under way, but the flag
+would be set for ever; hence the ``except`` in :meth:`Mailbox.wake`. The messages in the mailbox then wait for the next
+message, and every call that *waits* for the trio thread wakes it first, whether or not the flag is set.
 
 **A descriptor for a select loop.** It becomes readable when something has settled:
 
@@ -27,12 +28,13 @@ call that *waits* for the trio thread wakes it first, whatever the flag says.
     U2  if signalled: return                              U5  signalled = False
     U3  signalled = True, and write the descriptor        U6  take futures out until there is none
 
-A settled future would be lost if appended, with no signal for it, and not found by U6. At U2 the trio thread saw signalled, so
-the U5 that clears it was yet to come, and its U6 finds the future. U4 must come before U5: cleared first, the flag could be set
-by a U3 whose write U4 then swallows, and every later U2 would return with the descriptor mute. The price is a descriptor that
-is now and then readable with nothing to find.
+A settled future would be lost if appended, with no signal for it, and not found by U6. At U2 the trio thread saw
+signalled, so the U5 that clears it was yet to come, and its U6 finds the future. U4 must come before U5: cleared first,
+the flag could be set by a U3 whose write U4 then swallows, and every later U2 would return with the descriptor mute.
+The price is a descriptor that is now and then readable with nothing to find.
 
-Each step is one operation on a deque, an attribute or a descriptor, atomic in itself: no lock is held while a thread waits.
+Each step is one operation on a deque, an attribute or a descriptor, atomic in itself: no lock is held while a thread
+waits.
 """
 
 from __future__ import annotations
@@ -54,14 +56,18 @@ from .._errors import EngineClosed, EngineForked, PipelineClosed
 _PER_TICK = 16
 
 MOST_LEFT = 64
-"""What is left without a wake-up must not pile up: each time there is so much more of it, the trio thread is woken."""
+"""Most calls that pile up without a wake-up.
+
+Each time so many more were left, the trio thread is woken.
+"""
 
 
 class Mailbox:
     """Messages for the trio thread, and urgent calls that run before them.
 
     Messages run in order, a few per tick. Urgent calls must not raise. To send a message:
-    ``mailbox.messages.append(message)``, then ``if not mailbox.wake_pending: mailbox.wake()``; the fast path writes these out.
+    ``mailbox.messages.append(message)``, then ``if not mailbox.wake_pending: mailbox.wake()``; the fast path writes
+    these out.
     """
 
     __slots__ = ("_open", "_token", "messages", "urgent", "wake_pending")
@@ -74,7 +80,10 @@ class Mailbox:
         self._token: trio.lowlevel.TrioToken | None = None
 
     def attach(self) -> None:
-        """Handle messages in this trio run from now on. Called once, on the trio thread."""
+        """Handle messages in this trio run from now on.
+
+        Called once, on the trio thread.
+        """
         self._token = trio.lowlevel.current_trio_token()
         self.wake()
 
@@ -83,25 +92,37 @@ class Mailbox:
         self._token = None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have the trio thread call a function that does not raise, before all messages. For any thread."""
+        """Have the trio thread call a function, before all messages.
+
+        The function must not raise. For any thread.
+        """
         self.urgent.append(function)
         if not self.wake_pending:
             self.wake()
 
     def leave(self, function: Callable[[], None]) -> None:
-        """Like :meth:`call`, for what nothing waits for: the trio thread is not woken, unless much was left."""
+        """Have the trio thread call a function later, without waking it.
+
+        Like :meth:`call`, for a function for which nothing waits. If many are left, the trio thread is woken.
+        """
         self.urgent.append(function)
         if len(self.urgent) % MOST_LEFT == 0 and not self.wake_pending:
             self.wake()
 
     def call_all(self) -> None:
-        """Call what was left, in the trio thread, without waiting for a wake-up."""
+        """Call the functions left over, without waiting for a wake-up.
+
+        In the trio thread.
+        """
         urgent = self.urgent
         for _ in range(len(urgent)):
             urgent.popleft()()
 
     def wake(self) -> None:
-        """Wake the trio thread, whatever the flag says. No effect before :meth:`attach` and after the end of its run."""
+        """Wake the trio thread, whether or not a wake-up is pending.
+
+        No effect before :meth:`attach` and after the end of its run.
+        """
         token = self._token
         if token is None:
             return
@@ -140,20 +161,26 @@ class Notifier:
             os.set_blocking(self._write_fd, False)
 
     def signal(self) -> None:
-        """Make it readable, unless it is already."""
+        """Make the descriptor readable, unless it is already."""
         if not self._signalled:
             self._signalled = True
             with contextlib.suppress(OSError):  # the caller has closed the descriptor
                 wake(self._write_fd)
 
     def reset(self) -> None:
-        """Make it unreadable. Take out the futures after this, never before (U4 to U6)."""
+        """Make the descriptor unreadable.
+
+        Take out the futures after this, never before (U4 to U6).
+        """
         with contextlib.suppress(OSError):  # it was not readable
             clear_wake(self.fd)
         self._signalled = False
 
     def close(self) -> None:
-        """Close it. Only when no thread can signal any more: its number may then belong to another file."""
+        """Close the descriptor.
+
+        Only when no thread can signal any more: its number may then belong to another file.
+        """
         with contextlib.suppress(OSError):
             os.close(self.fd)
             if self._write_fd != self.fd:  # pragma: no cover
@@ -166,7 +193,10 @@ class ThreadBoundary:
     def __init__(self, handle: Callable[[Any], None], timeout: float) -> None:
         self.mailbox: Mailbox = Mailbox(handle)
         self.lock: threading.Lock = threading.Lock()
-        """Held for a few bytecodes. The trio thread takes it when an engine opens and ends, never in between."""
+        """Guards the state for a few bytecodes.
+
+        The trio thread takes it when an engine opens and ends, never in between.
+        """
         self.refusal: Callable[[], PipelineClosed] | None = lambda: EngineClosed("the engine was not started")
         """Makes the error that calls raise; ``None`` while the engine is open."""
         self.thread: threading.Thread | None = None
@@ -174,11 +204,11 @@ class ThreadBoundary:
         self._timeout = timeout
 
     def refuse_with(self, refusal: Callable[[], PipelineClosed] | None) -> None:
-        """Set or clear the error that calls raise. Call it with the lock held."""
+        """Set or clear the error that calls raise, with the lock held."""
         self.refusal = refusal
 
     def seconds(self, timeout: float | None) -> float:
-        """A timeout as ``Lock.acquire`` takes it; the default for ``None``.
+        """Return a timeout for ``Lock.acquire``; the default for ``None``.
 
         Raises:
             ValueError: it is not a number.
@@ -195,11 +225,11 @@ class ThreadBoundary:
         return self.refusal is not None and isinstance(self.refusal(), EngineForked)
 
     def check_process(self) -> None:
-        """Raise :class:`EngineForked` in a forked child, where no future ends."""
+        """Raise :class:`EngineForked` in a forked child: no future ends in it."""
         if self.refusal is not None and self.forked:
             raise self.refusal()
 
     def check_thread(self) -> None:
-        """Raise RuntimeError in the engine's own thread, where a wait would be a deadlock."""
+        """Raise RuntimeError in the engine's own thread, which would deadlock."""
         if threading.current_thread() is self.thread:
             raise RuntimeError("a policy or an instrument of an engine must not wait for that engine")

@@ -1,17 +1,18 @@
-"""Reads that a thread makes itself, without the engine's thread: see :mod:`offload._engine.direct`.
+"""Reads that a thread makes itself, without the engine's thread.
 
-Each method is called in any thread. What cannot be done so is ``None``, and asked for by a message. What is to be counted is
-left to the engine's thread, which does it before any message that is sent later.
+See :mod:`offload._engine.direct`. Each method is called in any thread. It returns ``None`` if the read cannot be made
+so; the read is then requested by a message. Counting is left to the engine's thread, which does it before any message
+that is sent later.
 
-The end of an engine releases all hits that it knows of; afterwards its hits hold nothing, and what they held may be other
-blocks. Two threads may cross there:
+The end of an engine releases all hits that it knows of; afterwards its hits hold nothing, and their pages may be those
+of other blocks. Two threads may cross there:
 
     any thread                                     the engine's thread, at the end
     R1  pin, and leave the hit to be noted         E1  not open any more
-    R2  if not open any more: release it           E2  note what was left, and release all hits
+    R2  if not open any more: release it           E2  note the hits left, and release all hits
 
-R2 sees E1, or else R1 came before E1, and E2 finds the hit. So too a load that has copied counts only where the engine is open
-behind its copy.
+R2 sees E1, or else R1 came before E1, and E2 finds the hit. In the same way a load that has copied counts only if the
+engine is open after its copy.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     from ._worker import EngineWorker
 
 SHORT_COPY_BYTES: Final = 256 << 10
-"""A load that is begun and not waited for copies so much at once: in the time that it would take to begin it elsewhere."""
+"""Most bytes that a begun load copies at once, without waiting.
+
+Copying so much takes the time of beginning the load elsewhere.
+"""
 
 
 class ThreadReads:
@@ -50,7 +54,7 @@ class ThreadReads:
         if found is None:
             return None
         hit = Hit(worker, found.hit)  # dropped at any bytecode from here on, it is released
-        # R1. What is left out has to be measured, by a task that runs when the thread does.
+        # R1. Blocks that were left out have to be measured, by a task that runs when the thread does.
         (worker.mailbox.leave if found.left_out is None else worker.mailbox.call)(partial(self._note, found))
         if self._has_ended:  # R2
             hit.release()
@@ -59,7 +63,10 @@ class ThreadReads:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether the engine has begun to end. A property: what was open a line before need not be now."""
+        """Whether the engine has begun to end.
+
+        A property: an engine that was open a line before need not be now.
+        """
         return not self._worker.is_open
 
     def _note(self, found: DirectLookup) -> None:
@@ -76,15 +83,15 @@ class ThreadReads:
         *,
         waits: bool = True,
     ) -> LoadResult | None:
-        """Copy what a hit holds, and verify it.
+        """Copy the blocks of a hit, and verify them.
 
         Args:
             hit: of this engine.
-            destination: where it goes.
-            precondition: what must hold before; if it does not yet, this is for the engine's thread.
-            promote: whether it is promoted, as the engine says by default.
+            destination: the destination of the copy.
+            precondition: the condition for the copy; if it does not hold yet, this is for the engine's thread.
+            promote: whether it is promoted; by default as the engine is configured.
             deadline: on the clock of ``time.monotonic``.
-            waits: whether the caller waits for it. Else only a short copy of memory is made.
+            waits: whether the caller waits for it. Otherwise only a short copy of memory is made.
         """
         worker, read = self._worker, object()
         try:
@@ -100,8 +107,9 @@ class ThreadReads:
             if result is None or not worker.is_open:
                 return None
         finally:
-            # Python handles a signal where a function of ours begins, and behind a call of one of its own. A signal would keep
-            # the method from being run, and the blocks would be held for ever: so the read ends before it is called.
+            # Python handles a signal when a function of ours begins, and after a call of one of its own. A signal would
+            # keep the method from being run, and the blocks would be held for ever: so the read ends before it is
+            # called.
             hit.reads.pop(read, None)
             hit.end_reading(read)
         (worker.mailbox.call if load.promotes else worker.mailbox.leave)(load.count)
@@ -114,10 +122,14 @@ class ThreadReads:
             return load.copy()
 
     def release(self, pinned: PinnedHit) -> None:
-        """Have a hit released. Never blocks, and wakes the engine's thread only if something there waits for it."""
+        """Have a hit released.
+
+        Never blocks, and wakes the engine's thread only if something there waits for it.
+        """
         worker = self._worker
         release = partial(worker.release, pinned)
-        # A load of this hit that was begun may still be a message, and has pinned nothing yet: the release goes behind it.
+        # A load of this hit that was begun may still be a message, and has pinned nothing yet: the release goes after
+        # it.
         if worker.is_open and worker.has_begun_calls:
             worker.mailbox.call(release)
             return

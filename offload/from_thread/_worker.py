@@ -1,7 +1,8 @@
-"""The worker: the thread that runs an engine. It handles messages and calls; when it ends, every one of them has ended.
+"""The worker: the thread that runs an engine.
 
-Its main task waits for the end; every call is a child of its nursery. A store needs no task: an instrument of the first
-pipeline reports when its container has settled.
+It handles messages and calls; when it ends, every one of them has ended. Its main task waits for the end; every call is
+a child of its nursery. A store needs no task: an instrument of the first pipeline reports when its container has
+settled.
 """
 
 from __future__ import annotations
@@ -57,14 +58,22 @@ _OUT_OF_TIME = "it took too long, and was ended"
 _UNPROVEN = "a call was ended and has not come to its end: the memory that it loads into may still be written to"
 
 _TIERS_SHARE = 0.9
-"""The tiers' share of a call's timeout. The rest is for the way between the threads."""
+"""The tiers' share of a call's timeout.
+
+The rest is for the way between the threads.
+"""
 
 LEAVE_TIMEOUT = 10.0
-"""How long to wait for the end of a call that timed out, in seconds, where its end matters."""
+"""Seconds to wait for the end of a call that timed out.
+
+Only if its end matters.
+"""
 
 MAX_CALLS = 4096
-"""The most calls that have not ended, and ended futures that wait to be polled, together: more than an engine has requests. A
-program that never polls gets an error, instead of running out of memory."""
+"""Most unfinished calls and unpolled ended futures, together.
+
+That is more than an engine has requests. A program that never polls gets an error, instead of running out of memory.
+"""
 
 
 class _SettlementWatch:
@@ -83,7 +92,10 @@ class _SettlementWatch:
 
 
 class EngineWorker(ThreadBoundary):
-    """The thread of an engine and its state. Separate from the public engine, so that dropping that one can be noticed."""
+    """The thread of an engine and its state.
+
+    Separate from the public engine, so that dropping that one can be noticed.
+    """
 
     def __init__(
         self,
@@ -99,9 +111,15 @@ class EngineWorker(ThreadBoundary):
         self.source: Source = source
         self.budget_blocks: int = budget_blocks
         self.entered: int = 0
-        """Blocks admitted, less those of polled futures. Changes under the lock."""
+        """Blocks admitted, less those of polled futures.
+
+        Changes under the lock.
+        """
         self.left: int = 0
-        """Blocks of settled futures that are not for polling. Changes on the trio thread."""
+        """Blocks of settled futures that are not for polling.
+
+        Changes on the trio thread.
+        """
         self.refused_stores: int = 0
         self.dropped_stores: int = 0
         self.dropped_blocks: int = 0
@@ -131,10 +149,14 @@ class EngineWorker(ThreadBoundary):
     # --- beginning ------------------------------------------------------------------------------------------------
 
     def start(self, timeout: float) -> None:
-        """Start the thread and wait until the engine is open. Raises what opening it raises."""
+        """Start the thread and wait until the engine is open.
+
+        Raises the error of opening it.
+        """
         if self.thread is not None:
             raise RuntimeError("an engine is started once; open another one")
-        # A daemon: at exit the interpreter joins all other threads first, and only then calls the atexit hook that closes ours.
+        # A daemon: at exit the interpreter joins all other threads first, and only then calls the atexit hook that
+        # closes ours.
         self.thread = threading.Thread(target=self._run, name="offload engine", daemon=True)
         try:
             start_thread(self.thread)
@@ -182,9 +204,12 @@ class EngineWorker(ThreadBoundary):
                         await engine.release(hit)
 
     async def _live(self) -> None:
-        """Run until the engine is closed. Messages and calls start tasks of the nursery meanwhile."""
+        """Run until the engine is closed.
+
+        Messages and calls start tasks of the nursery meanwhile.
+        """
         self.mailbox.attach()
-        if self.engine.stores_at_once:  # elsewhere every step of the loop would pay for a lock that nobody takes
+        if self.engine.stores_at_once:  # otherwise each step of the loop would pay for a lock that no thread takes
             self.loop_lock.attach()
         # The flag and the refusal change under one lock: a close before this line wins, and the engine never opens.
         with self.lock:
@@ -218,12 +243,14 @@ class EngineWorker(ThreadBoundary):
             self._futures[handle._container] = message
 
     def store_at_once(self, future: StoreFuture) -> bool:
-        """Store in this thread what need not wait. With the lock of the loop taken, and room in the budget.
+        """Store in this thread, if nothing has to wait.
+
+        The lock of the loop is taken, and there is room in the budget.
 
         Returns:
             Whether it is done, or under way in the engine's thread. If not, it is to be sent there.
         """
-        if future._cancelled or self.mailbox.wake_pending or not self.is_open:  # what was sent before goes before
+        if future._cancelled or self.mailbox.wake_pending or not self.is_open:  # earlier messages go first
             return False
         engine = self.engine
         try:
@@ -248,7 +275,10 @@ class EngineWorker(ThreadBoundary):
             future._end(status, error, note=self._note)
 
     def _note(self, future: Future[Any]) -> None:
-        """Put an ended future into the queue for the next poll or, without polling, give its room back."""
+        """Queue an ended future for the next poll.
+
+        Without polling, give its room back.
+        """
         if self._polling:
             self.unpolled.append(future)
             if self._notifier is not None:
@@ -257,7 +287,10 @@ class EngineWorker(ThreadBoundary):
             self.left += future._room
 
     def checked(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition:
-        """Return the precondition. Releases the blocks and raises if it is none."""
+        """Return the precondition.
+
+        If it is none, release the blocks and raise.
+        """
         try:
             return as_precondition(precondition)
         except BaseException:
@@ -265,12 +298,15 @@ class EngineWorker(ThreadBoundary):
             raise
 
     def _give_back(self, blocks: Blocks) -> None:
-        """Release the refs of strong blocks that were not admitted, in the engine's thread."""
+        """Release the refs of strong blocks that were not admitted.
+
+        In the engine's thread.
+        """
         if blocks.refs and self.refusal is None:
             self.mailbox.call(partial(give_back, blocks.release))
 
     def refuse(self, future: StoreFuture) -> None:
-        """Raise the reason for which a store was not admitted, or drop its blocks."""
+        """Raise the error of a store not admitted, or drop its blocks."""
         blocks = future.blocks
         self._give_back(blocks)
         if self.refusal is not None:
@@ -297,10 +333,11 @@ class EngineWorker(ThreadBoundary):
         future._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"), note=self._note_here)
 
     def _note_here(self, future: Future[Any]) -> None:
-        """End a future in the calling thread: it is queued for polling like any other, and takes up no room.
+        """End a future in the calling thread.
 
-        The lock keeps the notifier open meanwhile: a close first makes all calls refuse, under this lock. A thread that finds
-        the engine open here has signalled before the close goes on.
+        It is queued for polling like any other, and takes up no room. The lock keeps the notifier open meanwhile: a
+        close first makes all calls refuse, under this lock. A thread that finds the engine open here has signalled
+        before the close goes on.
         """
         with self.lock:
             if self.refusal is None:
@@ -309,13 +346,17 @@ class EngineWorker(ThreadBoundary):
     # --- ended futures --------------------------------------------------------------------------------------------
 
     def listen(self) -> int:
-        """The notifier's file descriptor. The first call makes the notifier."""
+        """Return the notifier's file descriptor.
+
+        The first call makes the notifier.
+        """
         with self._poll_lock:
             if self.refusal is not None:
                 raise self.refusal()
             if self._notifier is None:
                 notifier = Notifier()
-                # Not before there is one: without a descriptor nobody would poll, and no future would give its room back.
+                # Not before there is one: without a descriptor no thread would poll, and no future would give its room
+                # back.
                 self._polling = True
                 self._notifier = notifier
                 if self.unpolled:  # settled between the first poll and this call
@@ -342,7 +383,10 @@ class EngineWorker(ThreadBoundary):
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def deadline(self, timeout: float | None) -> float:
-        """The deadline of a call that begins now, on the clock of ``time.monotonic``."""
+        """Return the deadline of a call that begins now.
+
+        It is on the clock of ``time.monotonic``.
+        """
         return time.monotonic() + self.seconds(timeout)
 
     def begin(self, call: C, *, after_stores: bool = False) -> C:
@@ -374,7 +418,10 @@ class EngineWorker(ThreadBoundary):
         call.end(value, None, self._note_here if self._polling else _note_nowhere)
 
     def wait_for(self, call: CallFuture[T], timeout: float | None, *, after_stores: bool = False) -> T:
-        """Begin a call and wait for its end. A timeout or an interrupt ends it and, where its end matters, waits for that."""
+        """Begin a call and wait for its end.
+
+        A timeout or an interrupt ends it and, if its end matters, waits for that.
+        """
         self.check_thread()  # before the call begins: a wait that is refused must leave nothing under way
         try:
             # Inside the `try`: a KeyboardInterrupt may come as soon as the call has begun, which then must be ended.
@@ -397,7 +444,10 @@ class EngineWorker(ThreadBoundary):
             raise WaitTimeout(_OUT_OF_TIME) from None
 
     def _has_ended(self, call: CallFuture[Any]) -> bool:
-        """Wait a bounded time for the end of a call that was told to end."""
+        """Wait a bounded time for the end of a cancelled call.
+
+        Returns whether it has ended.
+        """
         try:
             call._wait(LEAVE_TIMEOUT)
         except WaitTimeout:
@@ -423,14 +473,14 @@ class EngineWorker(ThreadBoundary):
         if call.scope.cancelled_caught:
             error = CallCancelled("it was cancelled") if call._cancelled else WaitTimeout(_OUT_OF_TIME)
         elif call.stop.is_set() and call.dispose is not None and error is None:
-            # The cancel came in the step of the answer, and found nothing to release: nobody else will.
+            # The cancel came in the step of the answer, and found nothing to release: no other code will.
             call.dispose(value)
             value, error = None, CallCancelled("it was cancelled")
         if not self._end_call(call, value, error) and call.dispose is not None and value is not None:
             call.dispose(value)
 
     def _end_call(self, call: CallFuture[Any], value: Any, error: BaseException | None) -> bool:
-        """Answer a call unless it was answered. Returns whether this call of the function did."""
+        """Answer a call unless it was answered, and return whether this did."""
         # The removal is one step and gives the right to answer: a close that ran out of time may answer all pending calls.
         mine = self._pending_calls.pop(call, self) is None
         if mine:
@@ -438,14 +488,20 @@ class EngineWorker(ThreadBoundary):
         return mine
 
     async def _answer_to_the_end(self, call: CallFuture[Any]) -> None:
-        """Answer a call that writes to the caller's memory. The caller learns within bounded time whether that has ended."""
+        """Answer a call that writes to the caller's memory.
+
+        The caller learns within bounded time whether that has ended.
+        """
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._bound_end, call)
             await self._answer(call)
             nursery.cancel_scope.cancel()
 
     async def _bound_end(self, call: CallFuture[Any]) -> None:
-        """End the call at its deadline or when it is cancelled; answer DrainUnproven if it does not end then."""
+        """End the call at its deadline or when it is cancelled.
+
+        Answer DrainUnproven if it does not end then.
+        """
         assert call.scope is not None
         assert call.stop is not None
         with trio.move_on_after(max(0.0, call.deadline - time.monotonic())):
@@ -459,7 +515,10 @@ class EngineWorker(ThreadBoundary):
         await self.engine.drain()
 
     async def lookup(self, keys: list[bytes], tenant: str, deadline: float) -> Hit:
-        """Look up and pin. Answers before ``deadline`` (`time.monotonic`), when the calling thread gives up."""
+        """Look up and pin.
+
+        Answers before ``deadline`` (`time.monotonic`), when the calling thread gives up.
+        """
         pinned = await self.engine.lookup(keys, tenant=tenant, within=_within(deadline))
         self.hits[pinned] = None
         return Hit(self, pinned)
@@ -475,12 +534,18 @@ class EngineWorker(ThreadBoundary):
         return await _proven(self.engine.check_layout(canary, layout))
 
     async def delete(self, keys: list[bytes], deadline: float) -> list[Deletion]:
-        """Delete, after all hits released before are unpinned. Answers before ``deadline``."""
+        """Delete, after all hits released before are unpinned.
+
+        Answers before ``deadline``.
+        """
         await self.released()
         return await self.engine.delete(keys, within=_within(deadline))
 
     def release(self, hit: PinnedHit) -> None:
-        """On the trio thread: let go of a hit, at once or in a task. Idempotent. At the end, `_main` does it for all."""
+        """Release a hit, at once or in a task. Idempotent.
+
+        On the trio thread. At the end, `_main` releases all.
+        """
         if self._nursery is None or hit not in self.hits or hit in self._releasing:
             return
         if not self._pending_calls and self.engine.direct.release(hit):
@@ -502,7 +567,10 @@ class EngineWorker(ThreadBoundary):
             self._releasing.pop(hit).set()
 
     async def released(self) -> None:
-        """Wait for the hits that were released before, since a ``delete`` after them must not find them pinned."""
+        """Wait for the hits that were released before.
+
+        A ``delete`` after them must not find them pinned.
+        """
         for over in list(self._releasing.values()):
             await over.wait()
 
@@ -513,7 +581,7 @@ class EngineWorker(ThreadBoundary):
 
     @property
     def is_open(self) -> bool:
-        """Whether its hits hold what they say: until it begins to end."""
+        """Whether its hits pin their blocks: until it begins to end."""
         return self._nursery is not None
 
     @property
@@ -534,13 +602,19 @@ class EngineWorker(ThreadBoundary):
         self.mailbox.wake()
 
     def drop(self) -> None:
-        """Close without waiting when the public engine is dropped. A finalizer, so it takes no lock: the thread may hold it."""
+        """Close without waiting when the public engine is dropped.
+
+        A finalizer, so it takes no lock: the thread may hold it.
+        """
         if self.refusal is None:
             self.mailbox.call(self.leave)
             warnings.warn("an engine was dropped without being closed", ResourceWarning, stacklevel=2)
 
     def close(self, timeout: float | None = None) -> None:
-        """Leave, and join the thread. Settles all futures with DrainUnproven if the thread does not end in time."""
+        """Leave, and join the thread.
+
+        Settles all futures with DrainUnproven if the thread does not end in time.
+        """
         thread = self.thread
         if thread is None or self.forked:
             return
@@ -561,21 +635,30 @@ class EngineWorker(ThreadBoundary):
             raise _crashed(crash)
 
     def close_at_exit(self) -> None:
-        """Close at the interpreter's exit. An error is logged, since there is no caller to raise it to."""
+        """Close at the interpreter's exit.
+
+        An error is logged, since there is no caller to raise it to.
+        """
         try:
             self.close()
         except Exception:
             _log.exception("an engine that was open at exit could not be closed")
 
     def _after_fork(self) -> None:
-        """In a forked child: its threads are gone with their locks held, and a wake-up would go to the parent."""
+        """Replace the locks and refuse calls in a forked child.
+
+        Its threads are gone with their locks held, and a wake-up would go to the parent.
+        """
         self.lock: threading.Lock = threading.Lock()
         self._poll_lock = threading.Lock()
         self.mailbox.detach()
         self.refuse_with(partial(EngineForked, belongs_to(self.pid, "the engine")))
 
     def _end(self, crash: BaseException | None) -> None:
-        """After the run: refuse new calls first, then settle all calls and stores, so that none is left behind."""
+        """Refuse new calls after the run, then settle all calls and stores.
+
+        In this order, so that none is left over.
+        """
         with self.lock:
             self._ended = True
             if crash is not None:
@@ -589,7 +672,10 @@ class EngineWorker(ThreadBoundary):
         atexit.unregister(self.close_at_exit)
 
     def _settle_all(self, error: OffloadError) -> None:
-        """Settle all futures. Removing one gives the right to end it; two threads may do this at the same time."""
+        """Settle all futures.
+
+        Removing one gives the right to end it; two threads may do this at the same time.
+        """
         for message in _emptied(self.mailbox.messages.popleft):
             if isinstance(message, StoreFuture):
                 if threading.current_thread() is self.thread:
@@ -602,7 +688,10 @@ class EngineWorker(ThreadBoundary):
 
 
 async def _proven(writing: Awaitable[T]) -> T:
-    """Await what writes to the caller's memory. Turns a tier's ``Unproven`` into ``DrainUnproven``."""
+    """Await a call that writes to the caller's memory.
+
+    Turns a tier's ``Unproven`` into ``DrainUnproven``.
+    """
     try:
         return await writing
     except (
@@ -614,11 +703,14 @@ async def _proven(writing: Awaitable[T]) -> T:
 
 
 def _note_nowhere(future: Future[Any]) -> None:
-    """Nobody polls, and it takes up no room."""
+    """Do nothing: no thread polls, and the future takes up no room."""
 
 
 def _emptied(take: Callable[[], T]) -> Iterator[T]:
-    """Items removed one by one until the container is empty, while another thread may remove some."""
+    """Yield items removed one by one until the container is empty.
+
+    Another thread may remove some meanwhile.
+    """
     while True:
         try:
             taken = take()
@@ -628,7 +720,10 @@ def _emptied(take: Callable[[], T]) -> Iterator[T]:
 
 
 def _within(deadline: float) -> float:
-    """Seconds for the tiers, of a call that the calling thread waits for until ``deadline``."""
+    """Return the tiers' seconds of a call that ends at ``deadline``.
+
+    The calling thread waits for the call until then.
+    """
     return max(0.0, deadline - time.monotonic()) * _TIERS_SHARE
 
 
