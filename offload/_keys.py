@@ -144,10 +144,7 @@ class BlockKey:
     dtype: str = attrs.field(default="", validator=_is_text, kw_only=True)
     """The type of the stored KV."""
     layout: str = attrs.field(default="", validator=_is_text, kw_only=True)
-    """The arrangement of a block's bytes: a fingerprint.
-
-    See :attr:`backends.device.DeviceTier.fingerprint`.
-    """
+    """The arrangement of a block's bytes: a fingerprint. See :attr:`backends.device.DeviceTier.fingerprint`."""
     rank: int = attrs.field(default=0, validator=_at_least(0), kw_only=True)
     """The number of the part of heads or layers.
 
@@ -168,10 +165,7 @@ class BlockKey:
         return _SALT + b"".join([_header(text) for text in texts])
 
     def keys(self, tokens: Iterable[int]) -> list[Key]:
-        """Return one key for every full block of these tokens.
-
-        See :func:`prefix_keys`.
-        """
+        """Return one key for every full block of these tokens. See :func:`prefix_keys`."""
         return prefix_keys(tokens, self.block_size, salt=self.salt, algorithm=self.algorithm)
 
     def prefix(self, tokens: Iterable[int] = ()) -> KeyPrefix:

@@ -23,10 +23,7 @@ _log = logging.getLogger("offload.pipeline")
 
 
 class ThreadedPolicy(AsyncPolicy):
-    """A policy that is called in a thread.
-
-    Made by :func:`offload.in_thread`.
-    """
+    """A policy that is called in a thread. Made by :func:`offload.in_thread`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

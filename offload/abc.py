@@ -40,7 +40,10 @@ class Leased:
     reasons: Reasons
     """The rejected keys, each with the reason."""
     release: Callable[[], None]
-    """Releases the lock. Called once, on the trio thread; must not block."""
+    """The function that releases the lock.
+
+    Called once, on the trio thread; must not block.
+    """
 
 
 Policy: TypeAlias = Callable[[Sequence[Key]], "Reasons | Leased"]

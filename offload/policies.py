@@ -318,12 +318,12 @@ class Evaluation:
     """
 
     finish: Callable[[], Awaitable[Reasons | Leased]]
-    """Goes on, and returns the answer.
+    """The function that goes on, and returns the answer.
 
     If it raises or is cancelled, it has released all locks.
     """
     abandon: Callable[[], None]
-    """Releases the locks taken so far, if the answer is not needed."""
+    """The function that releases the locks if no answer is needed."""
 
 
 def begin(policy: AsyncPolicy, keys: Sequence[Key]) -> Reasons | Leased | Evaluation:

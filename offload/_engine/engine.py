@@ -544,10 +544,7 @@ class Engine:
 
     @property
     def quarantine(self) -> Sequence[Quarantined]:
-        """Copies of stores, loads and promotions without a proven end.
-
-        See :attr:`offload.Pipeline.quarantine`.
-        """
+        """Copies of stores, loads and promotions without a proven end. See :attr:`offload.Pipeline.quarantine`."""
         return list(self.quarantine_by_name().values())
 
     def quarantine_by_name(self) -> Mapping[str, Quarantined]:

@@ -51,7 +51,7 @@ class KeyMaker:
     name: str
     """The name in explanations: ``llama-3-8b bfloat16 rank 1``."""
     make: Callable[[Sequence[int]], Sequence[Key]]
-    """Makes the keys of all full blocks of these tokens."""
+    """A function that makes the keys of all full blocks of tokens."""
     differs: Differs = "nothing"
     """The difference of its keys from those of the lookup."""
     tenant: str = ""
@@ -114,7 +114,7 @@ class Facts:
     failed: Sequence[Event] = ()
     """Its failed stores with place and reason, the latest first."""
     left_out: Sequence[Event] = ()
-    """Events of leaving the found block out, the latest first.
+    """Events in which it was found and left out, the latest first.
 
     Loading it was slower or late.
     """
@@ -288,7 +288,7 @@ def _spelt(value: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class BlockInspector:
-    """Collects the facts about blocks."""
+    """A collector of the facts about blocks."""
 
     places: Sequence[Place]
     """The tiers, the fastest first."""

@@ -7,7 +7,7 @@ none that was not verified. The rules:
 Rule 1. The pages are of use as long as the hit is pinned, and its tiers confirm that the pages still are those of the
         blocks.
 Rule 2. A tier that lost touch with its pages, by a silence of its server, reports that once for all pages. Then each
-        page is summed again: if its sum is the same before and after a copy, the copy is of the stored block.
+        page is summed again: if it has its old sum before and after a copy, the copy is of the stored block.
 Rule 3. A slower tier may show a page of its own instead of a damaged one. Pages that are not those of the hit are
         summed, and not kept.
 """
@@ -51,10 +51,7 @@ class BlocksInPlace(Destination):
         """Return ``None``: nothing may be written to these pages."""
 
     def copy_in(self, start: int, pages: Pages) -> None:
-        """Sum these pages in place.
-
-        See :class:`backends.abc.Destination`.
-        """
+        """Sum these pages in place. See :class:`backends.abc.Destination`."""
         self.copy_in_and_sum(start, pages)
 
     @property

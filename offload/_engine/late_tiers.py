@@ -68,7 +68,7 @@ class Reconnector:
         check_entered: Callable[[], None],
     ) -> None:
         self.tried: trio.Event = trio.Event()
-        """Set when the first attempt is over."""
+        """An event that is set when the first attempt is over."""
         self.mistake: Exception | None = None
         """The error of the first attempt, if it was no absence."""
         self.failure: Exception | None = None

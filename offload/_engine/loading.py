@@ -86,10 +86,7 @@ class LoadResult:
     would have been loaded is missed as ``given up``.
     """
     left_out: LeftOut | None = None
-    """The position and reason of giving up, or ``None``.
-
-    Only with ``load_or_recompute``.
-    """
+    """The position and reason of giving up, or ``None``. Only with ``load_or_recompute``."""
 
 
 def precondition_of(destination: Destination, given: PreconditionLike | None) -> Precondition:

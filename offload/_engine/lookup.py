@@ -138,7 +138,7 @@ class Hit:
         ``None`` if some are not. They are not verified: load the hit into the returned object. They are to be read
         only, while this hit is held.
         """
-        # Without the breaker a tier is itself: a wrapper's blocks are not the bytes of its tier's pages.
+        # The lease without its breaker. That of a wrapper is not placed: its blocks are not the bytes in the pages.
         leases = [segment.lease.inner for segment in self._segments if isinstance(segment.lease, BreakerLease)]
         placed = [lease for lease in leases if isinstance(lease, PlacedLease)]
         if not placed or len(placed) < len(self._segments):

@@ -92,10 +92,7 @@ class StagingBuffer(Destination):
         return self._pages.page_bytes
 
     def views(self) -> None:
-        """Return ``None``, so that the tier calls :meth:`copy_in`.
-
-        That method computes checksums.
-        """
+        """Return ``None``, so that the tier calls :meth:`copy_in`. That method computes checksums."""
         return
 
     def copy_in(self, start: int, pages: Pages) -> None:
@@ -193,7 +190,7 @@ class PromotionRoute:
     staging: Staging
     counts: Counts
     turns: trio.Semaphore = attrs.Factory(lambda: trio.Semaphore(1))
-    """Lets one promotion read at a time.
+    """A semaphore that lets one promotion read at a time.
 
     Loads take precedence, and use the slower tiers too.
     """
@@ -321,7 +318,7 @@ class _ReadFromSlowerTier:
 
 @attrs.define(eq=False)
 class Promoter:
-    """Decides which blocks are promoted into which tier."""
+    """The decision which blocks are promoted into which tier."""
 
     places: Sequence[Place]
     """The tiers, the fastest first."""

@@ -57,7 +57,7 @@ def parts_of(blocks: int) -> Sequence[int]:
 
 @attrs.define(eq=False)
 class RateProbe:
-    """Measures the tiers of one engine."""
+    """A probe that measures the tiers of one engine."""
 
     places: Sequence[Place]
     """The tiers, the fastest first."""
@@ -70,10 +70,7 @@ class RateProbe:
     _wanted: dict[int, trio.MemorySendChannel[tuple[Sequence[Key], str]]] = attrs.Factory(dict)
 
     def request(self, rank: int, keys: Sequence[Key], tenant: str) -> None:
-        """Measure a tier by these blocks, if that is due.
-
-        Never waits.
-        """
+        """Measure a tier by these blocks, if that is due. Never waits."""
         wanted = self._wanted.get(rank)
         if wanted is not None and keys:
             try:

@@ -16,7 +16,7 @@ SEED: Final = 0
 
 
 class Sampler:
-    """Draws one of ``every`` events.
+    """A sampler that draws one of ``every`` events.
 
     Args:
         every: the length of a window, at least 1.

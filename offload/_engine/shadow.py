@@ -150,10 +150,7 @@ class StoredSamples:
 
 @attrs.define(eq=False)
 class ShadowCheck:
-    """The shadow check of one engine.
-
-    Opened with it; see :func:`offload.open_engine`.
-    """
+    """The shadow check of one engine. Opened with it; see :func:`offload.open_engine`."""
 
     every: int
     """One in so many loads, and stored blocks, is checked."""
@@ -163,7 +160,7 @@ class ShadowCheck:
     counts: Counts
     withheld: WithheldKeys
     in_flight: Callable[[Sequence[Key]], Mapping[Key, object]]
-    """Returns the ones of some keys that a pipeline has.
+    """A function that returns the ones of some keys in a pipeline.
 
     A copy of these may arrive somewhere later.
     """

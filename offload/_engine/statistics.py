@@ -17,10 +17,7 @@ from .rates import ComputeRate, LoadRate
 
 @attrs.frozen
 class ShadowStatistics:
-    """The comparisons of an engine's shadow check.
-
-    Counters count from its start.
-    """
+    """The comparisons of an engine's shadow check. Counters count from its start."""
 
     checked_loads: int = 0
     """Loads of which some blocks were compared."""
@@ -59,10 +56,7 @@ class ChoiceStatistics:
     ``load`` all, ``part``, ``recompute``, and ``unknown``: load, since the time of computing is not known.
     """
     cut_blocks: int = 0
-    """Blocks that were found and, as advised, not loaded.
-
-    Only with ``enforce``.
-    """
+    """Blocks that were found and, as advised, not loaded. Only with ``enforce``."""
     given_up: Mapping[str, int] = attrs.field(factory=dict)
     """Loads that were given up, by reason.
 

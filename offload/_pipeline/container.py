@@ -60,7 +60,7 @@ class OffloadContainer:
     """The blocks of one enqueue, their precondition, and their cancel token."""
 
     number: int
-    """Counts up within a pipeline, from 1."""
+    """The container's number, counted up within a pipeline from 1."""
     blocks: Blocks
     """The blocks as enqueued."""
     precondition: Precondition | None
@@ -105,7 +105,7 @@ class OffloadContainer:
     error: BaseException | None = None
     """The error because of which the whole container failed."""
     lease: Callable[[], None] | None = None
-    """Releases the locks and holds of this container (:meth:`hold`)."""
+    """The function that releases its locks and holds (:meth:`hold`)."""
     onward: Sequence[Blocks] = ()
     """The stored blocks, held at the destination once for each route.
 
@@ -122,7 +122,10 @@ class OffloadContainer:
     It leaves the token when it settles.
     """
     confirmed: trio.Event | None = None
-    """Set once it has settled; made when a task waits."""
+    """An event that is set once it has settled.
+
+    Made when a task waits.
+    """
     watch: AsyncValue[Status] | None = None
     """The status as a value that tasks can wait on.
 

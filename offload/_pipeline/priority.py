@@ -43,7 +43,7 @@ class YieldingStore:
 
 @attrs.define(eq=False)
 class YieldQueue:
-    """Counts loads, queues the stores that yield, and decides.
+    """The count of loads, the queue of yielding stores, and the decision.
 
     No other code decides.
     """
@@ -333,10 +333,7 @@ class PriorityReceiver:
                 permit.release()
 
     def stop_yielding(self) -> None:
-        """Let committed containers go ahead: the pipeline closes.
-
-        Their time is short.
-        """
+        """Let committed containers go ahead: the pipeline closes. Their time is short."""
         self._closing = True
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ class Quarantined:
     """One copy whose end is unknown."""
 
     number: int
-    """Counts up within a pipeline, from 1."""
+    """The copy's number, counted up within a pipeline from 1."""
     keys: Sequence[Key]
     """The keys of the blocks that it copied."""
     reason: str

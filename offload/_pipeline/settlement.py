@@ -66,7 +66,7 @@ class Settlement:
     under way are among them, and cost the same).
     """
     refused: Callable[[Mapping[Key, str], Mapping[Key, BaseException]], None] | None = None
-    """Called with the filtered and the failed blocks of a container.
+    """A function called with a container's filtered and failed blocks.
 
     Each block has its reason, so that it can be explained later. Must not raise.
     """

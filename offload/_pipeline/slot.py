@@ -54,7 +54,7 @@ _TRANSFERRING = Status.TRANSFERRING
 _FAILED = Phase.FAILED
 _log = logging.getLogger("offload.pipeline")
 _IN_A_ROW = 4
-"""Most batches that a slot copies in one tick."""
+"""Most batches that a slot copies in one tick, if none waits."""
 _GIVE_WAY = 3
 """Ticks that a slot leaves to tasks that await a cancellation.
 

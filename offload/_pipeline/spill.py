@@ -47,13 +47,13 @@ from .page_hold import origin_of
 from .result import TransferResult
 
 Dropped: TypeAlias = Callable[[Sequence[Key], str], None]
-"""Receives the blocks that went without a copy below, with the reason.
+"""A function called with blocks dropped without a copy, and the reason.
 
 The reason is a word. Must not block or raise.
 """
 
 Claim: TypeAlias = Callable[[Sequence[Key]], tuple[Collection[Key], Callable[[], None]]]
-"""Registers the owners of victims at the next tier.
+"""A function that registers the owners of victims at the next tier.
 
 It takes the keys of the victims to be copied, and returns those that must not be copied, since their owner is unknown,
 and a function that ends the registration. Must not block.

@@ -64,7 +64,10 @@ class CallFuture(Future[T]):
         It may have ended by itself before.
         """
         self.dispose: Callable[[T], None] | None = dispose
-        """Releases the answer of a call that was cancelled or timed out."""
+        """A function that releases the answer of an ended call.
+
+        The call was cancelled or timed out.
+        """
         self.to_the_end: bool = to_the_end
         """Whether the call may write to memory of the caller.
 
@@ -78,9 +81,9 @@ class CallFuture(Future[T]):
         self.begun: bool = False
         """Whether the engine's thread has to answer it."""
         self.scope: trio.CancelScope | None = None
-        """Ends its task in the engine's thread."""
+        """The scope of its task in the engine's thread."""
         self.stop: trio.Event | None = None
-        """Set by a cancellation."""
+        """An event that is set by a cancellation."""
         self._value: T | None = None
         self._error: BaseException | None = None
 

@@ -1,7 +1,4 @@
-"""The public engine of threads.
-
-The rules are in the package's docstring.
-"""
+"""The public engine of threads. The rules are in the package's docstring."""
 
 from __future__ import annotations
 
@@ -389,11 +386,12 @@ class Engine:
     ) -> LoadResult:
         """Copy the blocks of a hit to ``destination`` and verify them.
 
-        They are copied position by position. If a lookup made in this thread found the hit, and the destination is host
-        memory that may be written now, this thread reads the blocks itself, up to 32 MiB; if it finds anything wrong,
-        and for all other loads, it is :meth:`begin_load`, and a wait for its end. So a disk that hangs within one block
-        holds this thread, and no timeout ends that. However it ends, ``destination`` is the caller's again, but for the
-        one case below: a load that runs out of time, or is interrupted, is ended and awaited.
+        They are copied position by position. If the hit lies in tiers that a thread can read itself (see
+        :meth:`lookup`), and the destination is host memory that may be written now, this thread reads the blocks
+        itself, up to 32 MiB; if it finds anything wrong, and for all other loads, it is :meth:`begin_load`, and a wait
+        for its end. So a disk that hangs within one block holds this thread, and no timeout ends that. However it ends,
+        ``destination`` is the caller's again, but for the one case below: a load that runs out of time, or is
+        interrupted, is ended and awaited.
 
         Args:
             hit: the result of a lookup.

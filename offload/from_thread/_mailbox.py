@@ -193,12 +193,12 @@ class ThreadBoundary:
     def __init__(self, handle: Callable[[Any], None], timeout: float) -> None:
         self.mailbox: Mailbox = Mailbox(handle)
         self.lock: threading.Lock = threading.Lock()
-        """Guards the state for a few bytecodes.
+        """A lock that is held for a few bytecodes.
 
         The trio thread takes it when an engine opens and ends, never in between.
         """
         self.refusal: Callable[[], PipelineClosed] | None = lambda: EngineClosed("the engine was not started")
-        """Makes the error that calls raise; ``None`` while the engine is open."""
+        """A function that makes the error of calls; ``None`` while open."""
         self.thread: threading.Thread | None = None
         """The thread that runs trio."""
         self._timeout = timeout

@@ -111,10 +111,7 @@ class EngineWorker(ThreadBoundary):
         self.source: Source = source
         self.budget_blocks: int = budget_blocks
         self.entered: int = 0
-        """Blocks admitted, less those of polled futures.
-
-        Changes under the lock.
-        """
+        """Blocks admitted, less those of polled futures. Changes under the lock."""
         self.left: int = 0
         """Blocks of settled futures that are not for polling.
 
@@ -287,10 +284,7 @@ class EngineWorker(ThreadBoundary):
             self.left += future._room
 
     def checked(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition:
-        """Return the precondition.
-
-        If it is none, release the blocks and raise.
-        """
+        """Return the precondition. If it is none, release the blocks and raise."""
         try:
             return as_precondition(precondition)
         except BaseException:
@@ -346,10 +340,7 @@ class EngineWorker(ThreadBoundary):
     # --- ended futures --------------------------------------------------------------------------------------------
 
     def listen(self) -> int:
-        """Return the notifier's file descriptor.
-
-        The first call makes the notifier.
-        """
+        """Return the notifier's file descriptor. The first call makes the notifier."""
         with self._poll_lock:
             if self.refusal is not None:
                 raise self.refusal()
@@ -534,10 +525,7 @@ class EngineWorker(ThreadBoundary):
         return await _proven(self.engine.check_layout(canary, layout))
 
     async def delete(self, keys: list[bytes], deadline: float) -> list[Deletion]:
-        """Delete, after all hits released before are unpinned.
-
-        Answers before ``deadline``.
-        """
+        """Delete, after all hits released before are unpinned. Answers before ``deadline``."""
         await self.released()
         return await self.engine.delete(keys, within=_within(deadline))
 
