@@ -1,8 +1,9 @@
 """Keys of blocks: content hashes, salted by tenant.
 
-The hash of a block includes the key of the block before it, if its content continues that block. Equal content, parent
-and salt give equal keys in every process and on every machine, since nothing here depends on Python's own randomised
-``hash()``. A key is opaque to all other modules: none looks inside one.
+A key names a block: the KV cache of a fixed number of tokens. The hash of a block includes the key of the block before
+it, if its content continues that block. Equal content, parent and salt give equal keys in every process and on every
+machine, since nothing here depends on Python's own randomised ``hash()``. A key is opaque to all other modules: none
+looks inside one.
 
 :func:`block_key` makes one key, :func:`prefix_keys` chains keys over a prompt, and a :class:`BlockKey` has a field for
 everything besides the tokens that a block of KV depends on, and makes the salt of these fields.

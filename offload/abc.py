@@ -1,8 +1,9 @@
 """The interfaces that users of a pipeline implement: policy, precondition, instrument.
 
-A *policy* decides which blocks may leave. It is called once per container with all its keys, and returns the rejected
-ones only. A *precondition* holds once the data of a container is written and may be read. An *instrument* observes a
-pipeline or an engine. Tiers are implemented against :mod:`backends.abc`.
+A *policy* decides which blocks a pipeline stores. It is called once per container (the blocks of one store) with all
+its keys, and returns the rejected ones only. A *precondition* holds once the data of a container is written and may be
+read. An *instrument* observes a pipeline or an engine. Tiers, the places between which blocks move, are implemented
+against :mod:`backends.abc`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Ready-made instruments: counters, a log, a trace, and stage times.
 
-An instrument is any object that defines some of the hooks of :class:`offload.abc.Instrument`.
+An instrument is any object that defines some of the hooks of :class:`offload.abc.Instrument`. A pipeline calls a hook
+when something happens to a container, which is the blocks of one store.
 """
 
 from __future__ import annotations

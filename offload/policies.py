@@ -1,4 +1,4 @@
-"""Ready-made policies, which decide the blocks that may leave.
+"""Ready-made policies. A policy decides which blocks a pipeline stores.
 
 A policy is any callable ``(keys) -> Reasons | Leased``, called once for all blocks of a container; it returns the
 rejected keys only. A policy that must wait derives from :class:`offload.abc.AsyncPolicy` instead. :func:`AllOf` and
@@ -107,7 +107,7 @@ class _PresentWhenAsked(AsyncPolicy):
         """Return the keys that the tier had when it was asked."""
         try:
             found = await self._tier.contains(keys)
-        except (TierUnavailable, TierBehindFailed):  # one of several in one: the others take the blocks
+        except (TierUnavailable, TierBehindFailed):  # one of several tiers behind this one: the others take the blocks
             return NOTHING_REJECTED
         return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
 

@@ -1,7 +1,8 @@
 """Ready-made preconditions, which hold once the data may be read.
 
-A precondition that holds never stops holding. One that is ``passive`` runs no code of the caller's while it waits, so
-that a container which is cancelled meanwhile settles in the same tick.
+A precondition is the condition for reading the bytes of a store: mostly the end of the forward pass that writes them.
+It is passed at each store, and never stops holding once it holds. One that is ``passive`` runs no code of the caller's
+while it waits, so that a container which is cancelled meanwhile settles in the same tick.
 """
 
 from __future__ import annotations
@@ -327,7 +328,7 @@ class _Watcher:
         """
         with self._lock:
             self._waits[wait] = event
-            if self._thread is None or not self._thread.is_alive():  # after a fork it is not
+            if self._thread is None or not self._thread.is_alive():  # a fork leaves no thread alive
                 thread = threading.Thread(target=self._run, name="offload CUDA events", daemon=True)
                 start_thread(thread)
                 self._thread = thread

@@ -358,7 +358,7 @@ class Engine:
             raise ValueError(f"{wanted} blocks do not fit into {len(destination)} places")
         if wanted and destination.block_bytes != self.source.block_bytes:
             raise BlockSizeError(self, self.source.block_bytes, destination.block_bytes)
-        check_apart(destination.views())  # here, since each tier sees only its own part of it
+        check_apart(destination.views())  # checked here, since each tier sees only its own part
         if isinstance(up, str):
             self._promoter.check(up)
         retry = self.on_load_failure == "retry"

@@ -35,7 +35,7 @@ class BlocksInPlace(Destination):
     _leases: Sequence[PlacedLease]
     pages: Pages
     """The pages of the blocks. To be read only."""
-    _sums: dict[int, int] = attrs.Factory(dict)  # of the blocks that a load has shown, by position
+    _sums: dict[int, int] = attrs.Factory(dict)  # of the blocks that a load has passed in, by position
 
     @property
     def block_bytes(self) -> int:

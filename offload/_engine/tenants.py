@@ -165,7 +165,7 @@ def _all(many: Iterable[tuple[_Carry, Sequence[Key], str]]) -> Callable[[], None
         while ends:
             try:
                 ends.pop()()
-            except Exception as error:  # of one tier; the others end theirs
+            except Exception as error:  # an error of one tier: the other tags are ended all the same
                 _log.warning("a tier could not end its tags of tenants: %r", error)
 
     try:

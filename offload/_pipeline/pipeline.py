@@ -388,7 +388,7 @@ class Pipeline:
         container = OffloadContainer(self._enqueued, blocks, None, blocks.keys, evaluated=True)
         container.filter(dict.fromkeys(blocks.keys, reason))
         self._settlement.live[container] = None
-        self._budget.used += len(blocks.keys)  # given back at once, by the one way out
+        self._budget.used += len(blocks.keys)  # given back at once, by settle()
         self._settlement.settle(container)
         return TransferHandle(container, self._settlement)
 

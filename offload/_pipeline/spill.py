@@ -210,7 +210,7 @@ class Spilling:
         self.patience: float = _PATIENCE * route.config.destination_timeout if required else route.config.route_patience
         """Seconds that a victim may wait before its copy begins."""
         self._required = required
-        self._waiting: dict[trio.CancelScope, None] = {}  # for room in the share
+        self._waiting: dict[trio.CancelScope, None] = {}  # tasks that wait for room in the share
         self._source = origin_of(tier)
         self._told = dropped
         self._claim: Claim = _no_claim if claim is None else claim
@@ -220,7 +220,7 @@ class Spilling:
         self._closed = trio.Event()
         self._under_way = self._spilled = self._stayed = 0
         self._dropped: dict[str, int] = {}
-        self._lingering: dict[Key, str] = {}  # over, and held elsewhere: the reason for no copy below, or an empty text
+        self._lingering: dict[Key, str] = {}  # ended victims still held elsewhere: why not copied, or ""
         self._deafen: Callable[[], None] | None = None
         self._complained = False
         self._most = route.config.batch_config.max_batch_size  # blocks sent together; fewer if the next tier is small
