@@ -1,4 +1,4 @@
-"""The end of each read of an engine: counted, explained, announced, and followed up.
+"""The end of each read: counted, explained, announced, followed up.
 
 A lookup or a load is made in the trio thread (:class:`~offload._engine.engine.Engine`) or in the thread that asks
 (:mod:`offload._engine.direct`). Both end here, in the trio thread.

@@ -1,4 +1,4 @@
-"""A tier behind a circuit breaker, which fails calls if it is broken.
+"""A tier behind a circuit breaker, which fails calls while broken.
 
 The contract is the same; a call to a broken tier does not wait for a timeout.
 
@@ -61,7 +61,7 @@ _log = logging.getLogger("offload.health")
 
 
 def with_breaker(tier: Tier, name: str, *, breaker: BreakerConfig = _DEFAULTS) -> BreakerTier:
-    """Put a breaker in front of a tier, which fails calls if broken.
+    """Put a breaker, which fails calls while broken, before a tier.
 
     The result keeps the contract of the tier and has its abilities; entering it enters the tier, and its other attributes are
     the tier's.

@@ -105,10 +105,10 @@ class CacheStorage(Storage, Protocol):
     block_bytes: int = 0
     """Size of every block, in bytes."""
     device: str = ""
-    """The UUID of the device that the cache is on; empty for host memory."""
+    """UUID of the cache's device; empty for host memory."""
 
     def let_go(self) -> None:
-        """Drop the reference to the memory; running copies keep it until they end."""
+        """Drop the memory; running copies keep it until they end."""
         return
 
 
