@@ -86,14 +86,15 @@ def check_places(source: object, tiers: Mapping[str, object]) -> None:
     """
     if not tiers:
         raise ValueError("an engine needs at least one tier")
-    there = [place for place in (source, *tiers.values()) if place is not None and not isinstance(place, str | Mapping)]
-    if len({id(place) for place in there}) != len(there):
+    there = [place for place in (source, *tiers.values()) if isinstance(place, Source | Tier)]
+    sources = [place.source if isinstance(place, Tier) else place for place in there]
+    blocks = [place if its is None else its for place, its in zip(there, sources, strict=True)]
+    if len(set(map(id, blocks))) != len(blocks):
         raise ValueError(f"the source and the tiers must be different places: {source!r}, {list(tiers.values())!r}")
-    wanted: int = getattr(source, "block_bytes", 0)
+    wanted = source.block_bytes if isinstance(source, Source | Tier) else 0
     for tier in tiers.values():
-        size: int = getattr(tier, "block_bytes", 0)  # 0: not known yet
-        if wanted and size and size != wanted:
-            raise BlockSizeError(tier, size, wanted)
+        if wanted and isinstance(tier, Tier) and tier.block_bytes not in (0, wanted):  # 0: not known yet
+            raise BlockSizeError(tier, tier.block_bytes, wanted)
 
 
 def check_placeholders(tiers: Mapping[str, object], config: EngineConfig) -> None:
@@ -150,7 +151,7 @@ async def _enter_by_reconnector(
             )  # as soon as it is made; its evictions can be watched before it is entered
         elif (now := _kind_of(name, tier)) != kind:
             raise TypeError(f"it is of another kind than before it was entered: {now}, not {kind}")
-        size: int = getattr(tier.made if isinstance(tier, PlaceholderTier) else tier, "block_bytes", 0)
+        size: int = (tier.made if isinstance(tier, PlaceholderTier) else tier).block_bytes
         if size and source.block_bytes and size != source.block_bytes:
             raise BlockSizeError(tier, size, source.block_bytes)
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from backends.abc import Key, TransferExecutor
+from backends.base.forwarding import ForwardingTier
 
 from .._health.breaker_tier import BreakerTier
 
@@ -71,6 +72,6 @@ def place_of(place: P) -> P:
 
 def innermost(place: object) -> object:
     """Return the place that keeps the blocks, without breaker and wrappers."""
-    while (inner := getattr(place, "inner", None)) is not None:
-        place = inner
+    while isinstance(place, ForwardingTier):
+        place = place.inner
     return place

@@ -15,6 +15,7 @@ from backends.abc import LOADED, Deletion, Failed, Key, Missed, ReadLease, Tier
 from backends.base.slots import PagesDestination
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, payload_of
+from backends.wrappers import Zstd, slot_bytes, wrap
 from offload import NO_WAIT, Engine, LoadFailed, Status, open_engine
 from tests.support.engine_places import cancelled_at_checkpoint, keys_of
 
@@ -382,6 +383,14 @@ def test_tiers_that_cannot_be_joined_are_refused(tiers: Callable[[Tier], list[Ti
     source = FakeTier()
     with pytest.raises(ValueError, match=complaint):
         open_engine(source, tiers(source))
+
+
+async def test_the_blocks_of_a_tier_are_not_stored_into_it() -> None:
+    tier = wrap(MemoryTier(8 * slot_bytes(SIZE, Zstd()), slot_bytes(SIZE, Zstd())), Zstd(), block_bytes=SIZE)
+    assert tier.source is not None
+    with pytest.raises(ValueError, match="different places"):
+        async with offload.open_engine(tier.source, [tier]):
+            raise AssertionError("it opened")
 
 
 def test_an_unknown_way_to_fail_is_refused() -> None:
