@@ -45,9 +45,9 @@ class ForwardingTier(Tier):
         inner: the tier that is forwarded to.
     """
 
-    inner: Any
+    inner: Tier
 
-    def __init__(self, inner: object) -> None:
+    def __init__(self, inner: Tier) -> None:
         self.inner = inner
 
     def __repr__(self) -> str:
@@ -56,119 +56,102 @@ class ForwardingTier(Tier):
     async def __aenter__(self: Self) -> Self:
         """Enter the inner tier, if it can be entered."""
         # Looked up on the type, as `async with` does: an attribute of the instance does not make a context manager.
-        if hasattr(type(self.inner), "__aenter__"):
-            await self.inner.__aenter__()
+        inner: Any = self.inner
+        if hasattr(type(inner), "__aenter__"):
+            await inner.__aenter__()
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
         """Leave the inner tier, if it can be left."""
-        if hasattr(type(self.inner), "__aexit__"):
-            await self.inner.__aexit__(*exc)
+        inner: Any = self.inner
+        if hasattr(type(inner), "__aexit__"):
+            await inner.__aexit__(*exc)
 
     @property
     def block_bytes(self) -> int:
         """Size of every block, in bytes."""
-        size: int = self.inner.block_bytes
-        return size
+        return self.inner.block_bytes
 
     @property
     def name(self) -> str:
         """The name of the inner tier."""
-        name: str = self.inner.name
-        return name
+        return self.inner.name
 
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities of the inner tier."""
-        capabilities: Capabilities = self.inner.capabilities
-        return capabilities
+        return self.inner.capabilities
 
     async def reserve(self, request: RoomRequest) -> Reservation:
         """Take room for blocks; see :class:`backends.abc.TransferExecutor`."""
-        reservation: Reservation = await self.inner.reserve(request)
-        return reservation
+        return await self.inner.reserve(request)
 
     def reserve_nowait(self, request: RoomRequest) -> Reservation:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
-        reservation: Reservation = self.inner.reserve_nowait(request)
-        return reservation
+        return self.inner.reserve_nowait(request)
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Return those of ``keys`` that the inner tier has.
 
         See :class:`backends.abc.Tier`.
         """
-        found: AbstractSet[Key] = await self.inner.contains(keys)
-        return found
+        return await self.inner.contains(keys)
 
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
         """Pin the longest prefix of ``keys`` that is there; see :class:`backends.abc.Tier`."""
-        lease: ReadLease = await self.inner.pin(keys)
-        return lease
+        return await self.inner.pin(keys)
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Copy leased blocks to ``destination``; see :class:`backends.abc.Tier`."""
-        outcomes: Sequence[Outcome] = await self.inner.load(lease, destination)
-        return outcomes
+        return await self.inner.load(lease, destination)
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
         """Delete these keys; a held one is ``PINNED`` and stays."""
-        answers: list[Deletion] = await self.inner.delete(keys)
-        return answers
+        return await self.inner.delete(keys)
 
     def statistics(self) -> TierStatistics:
         """Return the statistics of the inner tier."""
-        statistics: TierStatistics = self.inner.statistics()
-        return statistics
+        return self.inner.statistics()
 
     # --- abilities ------------------------------------------------------------------------------------------------
 
     @property
     def source(self) -> Source | None:
         """The blocks of the inner tier as a source."""
-        source: Source | None = self.inner.source
-        return source
+        return self.inner.source
 
     @property
     def held_pages(self) -> HeldSource | None:
         """The held blocks of the inner tier as a source."""
-        held_pages: HeldSource | None = self.inner.held_pages
-        return held_pages
+        return self.inner.held_pages
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Return those of ``keys`` that are there now."""
-        found: AbstractSet[Key] = self.inner.contains_nowait(keys)
-        return found
+        return self.inner.contains_nowait(keys)
 
     def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
         """Return the depth of each block, if known."""
-        depths: Sequence[int | None] | None = self.inner.depths_of(keys)
-        return depths
+        return self.inner.depths_of(keys)
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
         """Tag these keys with their tenant until the returned function is called."""
-        end: Callable[[], None] = self.inner.carry(keys, tenant)
-        return end
+        return self.inner.carry(keys, tenant)
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` at every eviction until the returned function is called."""
-        end: Callable[[], None] = self.inner.on_evicted(listener)
-        return end
+        return self.inner.on_evicted(listener)
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
         """Call ``spiller`` with all victims until the returned function is called."""
-        end: Callable[[], None] = self.inner.spill_to(spiller)
-        return end
+        return self.inner.spill_to(spiller)
 
     def list_keys(self) -> list[Key]:
         """Return all keys that are stored, in any order."""
-        keys: list[Key] = self.inner.list_keys()
-        return keys
+        return self.inner.list_keys()
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
         """Report every change to ``watcher`` until the returned function is called."""
-        end: Callable[[], None] = self.inner.watch_keys(watcher)
-        return end
+        return self.inner.watch_keys(watcher)
 
     def tell_when_back(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever the inner tier is back after an absence."""

@@ -212,13 +212,11 @@ class WrappedTier(ForwardingTier):
 
     def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
         """Return the depth of each block, if the tier below knows it."""
-        depths: Sequence[int | None] | None = self.inner.depths_of(self.names(keys))
-        return depths
+        return self.inner.depths_of(self.names(keys))
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` with evicted keys until the returned function is called."""
-        end: Callable[[], None] = self.inner.on_evicted(lambda names: listener(self._keys(names)))
-        return end
+        return self.inner.on_evicted(lambda names: listener(self._keys(names)))
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
         """Let ``spiller`` copy victims elsewhere before they go.
@@ -231,8 +229,7 @@ class WrappedTier(ForwardingTier):
             held = (0,) if below.held else ()
             spiller(Spill(self._keys(below.keys), held, lambda slots: self._keys(below.over()), below.depths))
 
-        end: Callable[[], None] = self.inner.spill_to(spill)
-        return end
+        return self.inner.spill_to(spill)
 
     def list_keys(self) -> list[Key]:
         """Return all keys that are stored, in any order."""
@@ -240,8 +237,7 @@ class WrappedTier(ForwardingTier):
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
         """Report every change to ``watcher`` until the returned function is called."""
-        end: Callable[[], None] = self.inner.watch_keys(_NamesWatcher(watcher, self._keys))
-        return end
+        return self.inner.watch_keys(_NamesWatcher(watcher, self._keys))
 
     def _keys(self, names: Sequence[Key]) -> list[Key]:
         """Return the keys of these names that were stored through this chain."""

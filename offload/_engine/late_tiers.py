@@ -261,15 +261,16 @@ class PlaceholderTier(ForwardingTier):
         return self._block_bytes
 
     @property
-    def inner(self) -> Any:
+    def inner(self) -> Tier:  # type: ignore[override]
         """The tier that calls are forwarded to.
 
         Raises:
             ConnectionError: it is absent.
         """
-        if self.made is None:
+        made: Tier | None = self.made
+        if made is None:
             raise ConnectionError(f"{self!r} is not there")
-        return self.made
+        return made
 
     @property
     def capabilities(self) -> Capabilities:

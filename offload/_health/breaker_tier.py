@@ -234,8 +234,7 @@ class BreakerTier(ForwardingTier):
     @property
     def direct(self) -> DirectTier | None:
         """The tier, if other threads may read it: see :mod:`backends.base.direct`."""
-        direct: DirectTier | None = self.inner.direct
-        return direct
+        return self.inner.direct
 
     def permit_from_thread(self, now: float) -> int | None:
         """Return a permit to call :attr:`direct` in another thread.
@@ -346,8 +345,7 @@ class BreakerLease(ReadLease):
 
     def forget(self, positions: Sequence[int]) -> bool:
         """Drop the damaged blocks at these positions."""
-        forgotten: bool = self.inner.forget(positions)
-        return forgotten
+        return bool(self.inner.forget(positions))
 
     async def release(self) -> None:
         """Release the blocks. Idempotent; they are released also when cancelled."""

@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from backends.abc import Key, TransferExecutor
@@ -67,7 +67,7 @@ def place_of(place: P) -> P:
 
     A place may be named by either (:func:`offload.with_breaker`).
     """
-    return place.inner if isinstance(place, BreakerTier) else place
+    return cast("P", place.inner) if isinstance(place, BreakerTier) else place
 
 
 def innermost(place: object) -> object:
