@@ -95,7 +95,7 @@ class FakeCuda:
     Args:
         devices: number of devices.
         version: CUDA version; below 12080 there is no ``cuMemcpyBatchAsync``.
-        choose: picks the work that is done at each call and synchronization.
+        choose: picks the work that is done before and behind each call, and in a synchronization.
         device_bytes: memory of each device.
         most_registered: bytes that can be registered.
         shares: whether other processes can open its memory; that of expandable segments and of sleep mode they cannot.
@@ -223,7 +223,9 @@ class FakeCuda:
                 if refused:
                     return refused
                 self._moment()
-                return function(*args) or 0
+                code = function(*args) or 0
+                self._moment()
+                return code
             except BaseException as exc:  # an exception cannot pass through C
                 self.wrong.append(exc)
                 return 999
@@ -254,7 +256,7 @@ class FakeCuda:
         return [step for stream in live for step in stream.steps()]
 
     def _moment(self) -> None:
-        """Do some work before a call, as picked by :attr:`choose`."""
+        """Do some work before or behind a call, as picked by :attr:`choose`."""
         while steps := self._steps():
             picked = self.choose(len(steps) + 1)
             if not picked:

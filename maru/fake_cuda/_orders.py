@@ -21,7 +21,8 @@ def every_order(run: Callable[[Choose], object], depth: int) -> int:
     """Call ``run`` once with each sequence of choices.
 
     Args:
-        run: must do the same with the same choices. It passes its argument to :class:`FakeCuda`.
+        run: must do the same with the same choices. It makes its argument :attr:`FakeCuda.choose` where the part that
+            it tests begins: choices made before would use up the depth.
         depth: choices that are varied, from the first on; later ones are :func:`latest`.
 
     Returns:

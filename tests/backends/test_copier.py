@@ -23,6 +23,8 @@ from maru.fake_cuda import FakeCuda, every_order, use
 
 N, LAYERS, RUN = 6, 4, 64
 """Blocks, layers with keys and values, and bytes of each piece."""
+DEPTH = 7
+"""Choices of each walk through the orders of streams."""
 
 
 class Device:
@@ -198,47 +200,54 @@ def test_a_copy_is_listed_a_bounded_number_of_pieces_at_a_time(monkeypatch):
 @pytest.mark.parametrize("version", [12080, 12000])
 def test_in_every_order_of_streams_a_load_comes_after_what_it_waits_for(version):
     def run(choose):
-        with device(choose=choose, version=version) as there:
+        with device(version=version) as there:
             ctypes.memset(there.address, 7, 2 * there.block_bytes)
             compute, computed = there.compute_stream(), there.driver.event()
+            there.fake.choose = choose
             there.fake.kernel(compute, lambda: there.write(0, 0))
             there.driver.record(computed, compute)
             there.copier.load(there.pieces.of([0, 1], there.pages.part(0, 2)), [computed])
             there.fake.progress()
             assert there.block(0) == there.block(1) == bytes([7]) * there.block_bytes
 
-    assert every_order(run, 5) > 5
+    assert every_order(run, DEPTH) > 100
 
 
 def test_in_every_order_of_streams_a_store_reads_what_was_computed_before():
     def run(choose):
-        with device(choose=choose) as there:
+        with device() as there:
             compute, computed = there.compute_stream(), there.driver.event()
+            there.fake.choose = choose
             there.fake.kernel(compute, lambda: there.write(0, 7))
             there.driver.record(computed, compute)
             there.copier.store(there.pieces.of([0], there.pages.part(0, 1)), [computed])
             assert bytes(there.pages[0]) == bytes([7]) * there.block_bytes
 
-    assert every_order(run, 5) > 2
+    assert every_order(run, DEPTH) > 100
 
 
 def test_the_buffer_is_not_filled_again_before_it_was_read(monkeypatch):
     monkeypatch.setattr("backends.base.copier._copier.STAGING_BYTES", 1024)
-    random_bytes = random.Random(1).randbytes
+    data = random.Random(1).randbytes(N * LAYERS * 2 * RUN)
+    whole = len(data)
 
-    def run(choose):
-        with device(registered=False, choose=choose) as there:
-            nbytes = N * there.block_bytes
-            data = random_bytes(nbytes)
-            ctypes.memmove(there.address, data, nbytes)
-            there.copier.load(pieces((there.cache, there.address, nbytes)))
+    def load(choose):
+        with device(registered=False) as there:
+            ctypes.memmove(there.address, data, whole)
+            there.fake.choose = choose
+            there.copier.load(pieces((there.cache, there.address, whole)))
             there.fake.progress()
-            assert there.fake.read(there.cache, nbytes) == data
-            ctypes.memset(there.address, 0, nbytes)
-            there.copier.store(pieces((there.cache, there.address, nbytes)))
-            assert ctypes.string_at(there.address, nbytes) == data
+            assert there.fake.read(there.cache, whole) == data
 
-    assert every_order(run, 4) > 1
+    def store(choose):
+        with device(registered=False) as there:
+            there.fake.write(there.cache, data)
+            there.fake.choose = choose
+            there.copier.store(pieces((there.cache, there.address, whole)))
+            assert ctypes.string_at(there.address, whole) == data
+
+    assert every_order(load, DEPTH) > 100
+    assert every_order(store, DEPTH) > 10
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------

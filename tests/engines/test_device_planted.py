@@ -25,18 +25,19 @@ BUFFER = copier.test_the_buffer_is_not_filled_again_before_it_was_read
 
 PLANTED: list[tuple[Callable[[Any], None], Finder]] = [
     (P.a_load_waits_for_nothing, partial(LOAD_WAITS, 12080)),
-    (P.a_load_waits_for_nothing, partial(every_order, LOAD, 4)),
+    (P.a_load_waits_for_nothing, partial(every_order, LOAD, chunks.DEPTH)),
     (P.a_store_waits_for_nothing, STORE_WAITS),
-    (P.a_store_waits_for_nothing, partial(every_order, STORE, 4)),
+    (P.a_store_waits_for_nothing, partial(every_order, STORE, chunks.DEPTH)),
     (P.nobody_waits_behind_an_error, partial(ONE_CALL_FAILS, "load", registered=True, version=12080)),
-    (P.nobody_waits_for_the_end, partial(every_order, STORE, 4)),
-    (P.nobody_waits_for_the_end, partial(every_order, LOAD, 4)),
+    (P.nobody_waits_for_the_end, partial(every_order, STORE, chunks.DEPTH)),
+    (P.nobody_waits_for_the_end, partial(every_order, LOAD, chunks.DEPTH)),
     (P.each_thread_is_on_device_0, copier.test_only_its_own_device_gets_a_context),
     (
         P.all_memory_counts_as_registered,
         partial(copier.test_blocks_arrive_as_they_were, registered=False, version=12080),
     ),
     (P.the_buffer_is_used_again_too_early, BUFFER),
+    (P.the_buffer_is_filled_behind_its_copy, BUFFER),
 ]
 
 

@@ -371,9 +371,14 @@ def test_chunks_of_several_groups_are_one_batch() -> None:
 # --- when ---------------------------------------------------------------------------------------------------------------
 
 
+DEPTH = 7
+"""Choices of each walk through the orders of streams."""
+
+
 def stores_what_was_computed(choose: Any) -> None:
-    with worker(choose=choose) as one:
+    with worker() as one:
         there = one.there
+        there.fake.choose = choose
         there.fake.kernel(there.compute, lambda: [there.fill(at, 7) for at in (3, 4)])
         assert one.store([3, 4], [2, 0], [2]).error is None
         computed = bytes([7]) * 2 * len(there.block(3))
@@ -385,9 +390,10 @@ def stores_what_was_computed(choose: Any) -> None:
 
 
 def loads_behind_what_is_queued(choose: Any) -> None:
-    with worker(choose=choose) as one:
+    with worker() as one:
         there = one.there
         one.write_row(2, 7)
+        there.fake.choose = choose
         there.fake.kernel(there.compute, lambda: [there.fill(at, 0) for at in (3, 4)])
         assert one.load([3, 4], [2, 0], [2]).error is None
         loaded = bytes([7]) * len(there.block(3))
@@ -399,7 +405,7 @@ def loads_behind_what_is_queued(choose: Any) -> None:
 
 @pytest.mark.parametrize("run", [stores_what_was_computed, loads_behind_what_is_queued])
 def test_in_every_order_of_streams_a_job_comes_behind_what_was_started_before_and_is_over_at_its_end(run: Any) -> None:
-    assert every_order(run, 5) > 3
+    assert every_order(run, DEPTH) > 100
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,3 +81,23 @@ def the_buffer_is_used_again_too_early(patch: Any) -> None:
         self._finish()
 
     patch.setattr(_Lane, "_through_the_buffer", through)
+
+
+def the_buffer_is_filled_behind_its_copy(patch: Any) -> None:
+    """A portion is put into it once the copy out of it has begun, which may have read it at once."""
+    begin, portion = _Lane._begin, _Lane._portion
+
+    def filled_later(self: _Lane, pieces: Pieces, buffer: int) -> None:
+        before = ctypes.string_at(buffer, pieces.nbytes)
+
+        def begun(staged: Pieces) -> None:
+            filled = ctypes.string_at(buffer, pieces.nbytes)
+            ctypes.memmove(buffer, before, len(before))
+            begin(self, staged)
+            ctypes.memmove(buffer, filled, len(filled))
+
+        self._begin = begun  # type: ignore[method-assign]
+        portion(self, pieces, buffer)
+        del self._begin
+
+    patch.setattr(_Lane, "_portion", filled_later)
