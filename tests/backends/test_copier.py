@@ -5,6 +5,9 @@ import gc
 import itertools
 import os
 import random
+import signal
+import threading
+import time
 import weakref
 from contextlib import contextmanager
 
@@ -248,6 +251,70 @@ def test_the_buffer_is_not_filled_again_before_it_was_read(monkeypatch):
 
     assert every_order(load, DEPTH) > 100
     assert every_order(store, DEPTH) > 10
+
+
+class Pressed(BaseException):
+    """What the handler of a signal raises, such as KeyboardInterrupt."""
+
+
+@pytest.fixture
+def press(monkeypatch):
+    """Send this process a signal whose handler raises."""
+
+    def handle(number, frame):
+        raise Pressed
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield lambda: os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def from_another_thread(act):
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_however_many_signals_come_a_copy_ends_before_they_are_raised(press, way):
+    with device() as there:
+        copy, block = getattr(there.copier, way), there.pieces.of([0], there.pages.part(0, 1))
+        copy(block)
+        [stream], gate = there.fake.streams, threading.Event()
+        there.fake.kernel(stream, lambda: None, gate)
+
+        def act():
+            for _ in range(5):
+                time.sleep(0.02)
+                press()
+            time.sleep(0.02)
+            there.fake.open_gate(gate)
+
+        pressing = from_another_thread(act)
+        with pytest.raises(Pressed):
+            copy(block)
+        assert gate.is_set() and not there.fake.streams[stream].queue
+        pressing.join()
+
+
+def test_a_copy_that_has_not_begun_is_withdrawn_by_a_signal(press):
+    with device() as there:
+        block = there.pieces.of([0], there.pages.part(0, 1))
+        there.copier.store(block)
+        [stream], gate = there.fake.streams, threading.Event()
+        there.fake.kernel(stream, lambda: None, gate)
+        first = from_another_thread(lambda: there.copier.store(block))
+        while len(there.fake.streams[stream].queue) < 3:  # its copy and its end
+            time.sleep(0.001)
+        pressing = from_another_thread(lambda: (time.sleep(0.02), press()))
+        with pytest.raises(Pressed):
+            there.copier.store(block)
+        assert not gate.is_set()
+        there.fake.open_gate(gate)
+        first.join()
+        pressing.join()
+        there.copier.load(block)
+        assert there.fake.calls.count("cuMemcpyBatchAsync") == 3
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Final, TypeAlias
@@ -85,11 +85,11 @@ class Copier:
         if os.getpid() != self._pid:
             raise BackendError("CUDA cannot be used in a process that was forked off one that uses it")
         job = _Job(pieces, after)
-        way.begin(job)
         try:
+            way.begin(job)
             job.over.result()
         finally:
-            wait([job.over])  # also when a signal raises here: the memory is the caller's only once this is over
+            _end(job.over)  # also when a signal raises here: the memory is the caller's only once this is over
             del job  # its error has this frame, and would keep the caller's memory until a garbage collection
 
     def close(self) -> None:
@@ -99,6 +99,13 @@ class Copier:
         """
         for way in self._ways if os.getpid() == self._pid else ():
             way.close()
+
+
+def _end(over: Future[None]) -> None:
+    """Withdraw a job, or wait until it is over if it has begun, however many signals raise meanwhile."""
+    while not (over.done() or over.cancel()):
+        with suppress(BaseException):
+            wait([over])
 
 
 class _Way:
@@ -122,7 +129,11 @@ class _Way:
                 name = f"offload {'to' if self._load else 'from'} device {self._device}"
                 self._jobs = SimpleQueue()  # each thread has its own: one that ends takes no job of the next
                 thread = threading.Thread(target=self._run, args=[self._jobs], name=name, daemon=True)
-                start_thread(thread)
+                try:
+                    start_thread(thread)
+                except BaseException:
+                    self._jobs.put(None)  # a signal may have raised once it had started
+                    raise
                 self._thread = thread
             self._jobs.put(job)
 
@@ -141,20 +152,27 @@ class _Way:
         with ExitStack() as held:
             lane: _Lane | None = None
             while (job := jobs.get()) is not None:
-                try:
-                    if self._lost is not None:
-                        raise DeviceLost(f"device {self._device} is lost: {self._lost}")
-                    lane = lane or self._open(held)
-                    with kept_if_unproven(lane):
-                        lane.copy(job.pieces, job.after, self._spans)
-                except BaseException as error:
-                    if isinstance(error, Unproven) or (isinstance(error, CudaError) and error.sticky):
-                        self._lost = error
-                        held.pop_all()  # never given back: the device may still use it
-                    job.over.set_exception(error)
-                else:
-                    job.over.set_result(None)
+                if job.over.set_running_or_notify_cancel():
+                    lane = self._make(job, lane, held)
                 del job  # a thread that waits holds nobody's memory
+
+    def _make(self, job: _Job, lane: _Lane | None, held: ExitStack) -> _Lane | None:
+        """Make a job's copies. Return what the thread copies with."""
+        try:
+            if self._lost is not None:
+                raise DeviceLost(f"device {self._device} is lost: {self._lost}")
+            lane = lane or self._open(held)
+            with kept_if_unproven(lane):
+                lane.copy(job.pieces, job.after, self._spans)
+        except BaseException as error:
+            if isinstance(error, Unproven) or (isinstance(error, CudaError) and error.sticky):
+                self._lost = error
+                held.pop_all()  # never given back: the device may still use it
+            job.over.set_exception(error)
+        else:
+            job.over.set_result(None)
+        del job  # the error has this frame
+        return lane
 
     def _open(self, held: ExitStack) -> _Lane:
         """Make what the thread copies with; what was made is given back if a part of it cannot be."""
