@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -321,6 +322,11 @@ class _Watcher:
         Each round queries every awaited event once.
         """
 
+    def after_fork(self) -> None:
+        """Forget the parent's waits and its thread, which may have held the lock."""
+        self._lock = threading.Lock()
+        self._waits, self._thread = {}, None
+
     def add(self, wait: object, event: CudaEvent) -> None:
         """Query this event until it is over or the wait is discarded.
 
@@ -328,7 +334,7 @@ class _Watcher:
         """
         with self._lock:
             self._waits[wait] = event
-            if self._thread is None or not self._thread.is_alive():  # a fork leaves no thread alive
+            if self._thread is None or not self._thread.is_alive():  # an error may have ended it
                 thread = threading.Thread(target=self._run, name="offload CUDA events", daemon=True)
                 start_thread(thread)
                 self._thread = thread
@@ -403,6 +409,7 @@ def _end_if_done(same: Sequence[CudaEvent], device: int) -> int:
 
 
 _watcher = _Watcher()
+os.register_at_fork(after_in_child=_watcher.after_fork)
 
 
 # --- a function of the caller's -----------------------------------------------------------------------------------

@@ -159,3 +159,11 @@ def memory_of(address: int, nbytes: int) -> tuple[SharedMemory, int] | None:
         if offset >= 0 and offset + nbytes <= shared.nbytes:
             return shared, offset
     return None
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread that is not in the child may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -335,6 +335,52 @@ def test_a_forked_child_pins_in_the_background_by_a_thread_of_its_own() -> None:
     """)
 
 
+def test_a_child_forked_while_a_context_is_made_pins_memory_of_its_own() -> None:
+    run(f"""
+        {textwrap.indent(CUDA, " " * 8).strip()}
+        import threading
+
+        driver, begun, go_on = pinning.find_driver(), threading.Event(), threading.Event()
+        retain = driver._calls["cuDevicePrimaryCtxRetain"]
+        driver._calls["cuDevicePrimaryCtxRetain"] = lambda *args: (begun.set(), go_on.wait(60), retain(*args))[2]
+        memory = Memory.private(2 << 20)
+        thread = threading.Thread(target=pinning.Pin(memory).pin)
+        thread.start()
+        begun.wait()
+        def check():
+            go_on.set()
+            own = Memory.private(2 << 20)
+            pin = pinning.Pin(own)
+            pin.pin()
+            assert pin.is_whole, pin.why_not
+        in_child(check)
+        go_on.set()
+        thread.join()
+    """)
+
+
+def test_a_child_forked_while_a_thread_adds_an_event_waits_for_one_of_its_own() -> None:
+    run("""
+        import trio
+        from offload import preconditions
+
+        class Event:
+            def query(self):
+                return True
+        with preconditions._watcher._lock:  # as a thread that adds an event has it
+            in_child(lambda: trio.run(preconditions.CudaEvent(Event()).wait))
+    """)
+
+
+def test_a_child_forked_while_a_thread_shares_memory_shares_its_own() -> None:
+    run("""
+        from offload.client import _shared
+
+        with _shared._lock:
+            in_child(lambda: _shared.SharedMemory(4096))
+    """)
+
+
 # --- directories and their locks ----------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from functools import cache
 from typing import Any, Final, NewType
 
 from ..errors import MaruError
+from ..forks import watch_forks
 
 Event = NewType("Event", int)
 """Handle of an event, such as ``torch.cuda.Event.cuda_event``."""
@@ -201,7 +202,8 @@ class Driver:
     def __init__(self, library: Any) -> None:
         self._calls = {name: _typed(library, name) for name in PROTOTYPES if name != "cuMemcpyBatchAsync"}
         self._contexts: dict[int, int] = {}
-        self._lock = threading.RLock()  # reentrant: a finalizer may run in a thread that holds it
+        self._renew_lock()
+        watch_forks(self, Driver._renew_lock)
         try:
             self._call("cuInit", 0)
             self.devices: int = self._get("cuDeviceGetCount", c_int())
@@ -215,6 +217,14 @@ class Driver:
 
     def __repr__(self) -> str:
         return f"<Driver of CUDA {self.version}, {self.devices} devices>"
+
+    def _renew_lock(self) -> None:
+        """Make the lock of the contexts; again in a forked child.
+
+        There a thread that does not exist may hold it, since making a context takes a second. It is reentrant: a
+        finalizer may run in a thread that holds it.
+        """
+        self._lock = threading.RLock()
 
     @property
     def has_batches(self) -> bool:
