@@ -27,6 +27,7 @@ NOT_READY: Final = 600
 ILLEGAL_ADDRESS: Final = 700
 ALREADY_REGISTERED: Final = 712
 NOT_REGISTERED: Final = 713
+NOT_SUPPORTED: Final = 801
 CAPTURE_UNSUPPORTED: Final = 900
 CAPTURED_EVENT: Final = 907
 
@@ -36,6 +37,9 @@ REFUSALS: Final[Mapping[str, str]] = {
     "any call after a sticky error": "documented: the process must be relaunched",
     "an event recorded in a stream of another device": "documented: CUDA_ERROR_INVALID_HANDLE",
     "a batch in the default stream": "documented: hStream must not be the legacy NULL stream",
+    "an error of a batch that is no copy's": "documented: failIdx is SIZE_MAX",
+    "a batch of registered memory where devices cannot use host pointers": "reported of WSL2: an illegal address",
+    "any batch, if batches are not supported": "documented: CUDA_ERROR_NOT_SUPPORTED",
     "memory registered twice": "documented: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
     "memory unregistered that is not registered": "documented: CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
     "read-only memory registered without the flag": "documented, for devices without pageable memory access",
@@ -69,6 +73,7 @@ _WITHOUT_CONTEXT: Final = frozenset(
         "cuDeviceGetCount",
         "cuDriverGetVersion",
         "cuDeviceGet",
+        "cuDeviceGetAttribute",
         "cuDeviceGetName",
         "cuDeviceGetUuid_v2",
         "cuDevicePrimaryCtxGetState",
@@ -82,7 +87,6 @@ _WITHOUT_CONTEXT: Final = frozenset(
 )
 _CONTEXTS: Final = 0xC000
 _RELAXED: Final = 2
-_BATCH: Final = "cuMemcpyBatchAsync"
 _PATIENCE: Final = 30.0
 """Seconds until a synchronization that waits for a gate counts as deadlocked."""
 _handles = count(0x5000_0001)
@@ -99,6 +103,8 @@ class FakeCuda:
         device_bytes: memory of each device.
         most_registered: bytes that can be registered.
         shares: whether other processes can open its memory; that of expandable segments and of sleep mode they cannot.
+        host_pointers: whether its devices can use host pointers of registered memory; in WSL2 they cannot.
+        batches: whether it supports the batch call that it has.
     """
 
     def __init__(
@@ -110,6 +116,8 @@ class FakeCuda:
         device_bytes: int = 1 << 30,
         most_registered: int = 1 << 40,
         shares: bool = True,
+        host_pointers: bool = True,
+        batches: bool = True,
     ) -> None:
         self.devices: int = devices
         self.version: int = version
@@ -117,6 +125,8 @@ class FakeCuda:
         self.device_bytes: int = device_bytes
         self.most_registered: int = most_registered
         self.shares: bool = shares
+        self.host_pointers: bool = host_pointers
+        self.batches: bool = batches
         self.calls: list[str] = []
         """Names of the called functions, in order, except cuGetErrorName."""
         self.wrong: list[BaseException] = []
@@ -133,10 +143,10 @@ class FakeCuda:
         self.allocations: dict[int, Allocation] = {}
         self.registered: dict[int, HostSpan] = {}
         self.library: SimpleNamespace = SimpleNamespace(
-            **{name: self._pointer(name) for name in cuda.PROTOTYPES if name != _BATCH}
+            **{name: self._pointer(name) for name in cuda.PROTOTYPES if name != cuda.BATCH_CALL}
         )
         """Stand-in for libcuda."""
-        self._batch_pointer = self._pointer(_BATCH)
+        self._batch_pointer = self._pointer(cuda.BATCH_CALL)
         self._changed = threading.Condition(threading.RLock())
         self._of_thread = threading.local()
         self._lost: dict[int, int] = {}
@@ -220,6 +230,8 @@ class FakeCuda:
                 number = len(self.calls)
                 self.calls.append(name)
                 refused = self._refused.pop(number, 0) or self._refuse(name)
+                if name == cuda.BATCH_CALL:
+                    ctypes.c_size_t.from_address(args[7]).value = cuda._NO_COPY
                 if refused:
                     return refused
                 self._moment()
@@ -290,6 +302,12 @@ class FakeCuda:
         ctypes.c_int.from_address(out).value = ordinal
         return 0 if 0 <= ordinal < self.devices else 101
 
+    def _cuDeviceGetAttribute(self, out: int, attribute: int, device: int) -> int:
+        if attribute != cuda._USES_HOST_POINTERS:
+            return INVALID_VALUE
+        ctypes.c_int.from_address(out).value = int(self.host_pointers)
+        return 0
+
     def _cuDeviceGetName(self, out: int, room: int, device: int) -> None:
         ctypes.memmove(out, f"fake device {device}".encode() + b"\0", min(room, len(f"fake device {device}") + 1))
 
@@ -319,7 +337,7 @@ class FakeCuda:
         self._of_thread.mode, new.value = new.value, getattr(self._of_thread, "mode", 0)
 
     def _cuGetProcAddress(self, symbol: bytes, out: int, version: int, flags: int, status: int) -> int:
-        there = symbol == _BATCH.encode() and version <= self.version
+        there = symbol == cuda.BATCH_CALL.encode() and version <= self.version
         pointer = ctypes.cast(self._batch_pointer, ctypes.c_void_p).value if there else None
         ctypes.c_void_p.from_address(out).value = pointer
         return 0 if there else NOT_FOUND
@@ -452,6 +470,11 @@ class FakeCuda:
         failed: int,
         stream: int,
     ) -> int:
+        if not self.batches:
+            return NOT_SUPPORTED
+        if not self.host_pointers:
+            self._lost[self._here()] = ILLEGAL_ADDRESS
+            return 0
         order = cuda.CopyAttributes.from_address(attributes).order
         if n_attributes != 1 or ctypes.c_size_t.from_address(firsts).value or order not in (1, 2, 3):
             return INVALID_VALUE

@@ -105,7 +105,7 @@ def _of_layout(layout: _Layout, driver: Driver, effort: Effort, why_not: str) ->
         subjects = {name: partial(rate_of, n * layout.block_bytes, copy) for name, copy in copies.items()}
         samples = measure(f"device, {layout.name}", effort, subjects)
         samples.why_not = why_not
-        beside = "cuMemcpyBatchAsync of the same pieces" if driver.has_batches else "a call for each piece"
+        beside = f"{driver.copy_call} of the same pieces"
         for way in _WAYS:
             name = f"device.{layout.name}.{way}"
             yield samples.row(name, "GB/s", way, beside, f"bare {way}", layout.goal, scale=1e-9)

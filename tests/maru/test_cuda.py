@@ -21,16 +21,23 @@ def _is_here() -> bool:
         return False
 
 
-@pytest.fixture(params=["fake", "fake without batches", *(["a GPU"] if _is_here() else [])])
+FAKES = {
+    "fake": {},
+    "fake of CUDA 12.0": {"version": 12000},
+    "fake of WSL2": {"host_pointers": False},
+    "fake without batches": {"batches": False},
+}
+
+
+@pytest.fixture(params=[*FAKES, *(["a GPU"] if _is_here() else [])])
 def driver(request):
     if request.param == "a GPU":
         found = find_driver()
         found.attach(0)
         yield found
         return
-    fake = FakeCuda(version=12080 if request.param == "fake" else 12000)
+    fake = FakeCuda(**FAKES[request.param])
     with use(fake) as found:
-        assert found.has_batches is (request.param == "fake")
         found.attach(0)
         yield found
     assert not fake.wrong and not fake.registered and not fake.streams and not fake.events
@@ -63,6 +70,16 @@ def test_no_driver_is_told_apart(monkeypatch):
     cuda.find_driver.cache_clear()
     monkeypatch.setattr(cuda, "open_library", lambda: FakeCuda(devices=0).library)
     with pytest.raises(NoDriver, match="sees no device"):
+        find_driver()
+    cuda.find_driver.cache_clear()
+
+
+def test_a_driver_that_is_too_old_is_told_with_the_version_that_is_needed(monkeypatch):
+    cuda.find_driver.cache_clear()
+    library = FakeCuda().library
+    del library.cuGetProcAddress_v2
+    monkeypatch.setattr(cuda, "open_library", lambda: library)
+    with pytest.raises(NoDriver, match=r"too old: it has no cuGetProcAddress_v2; CUDA 12\.0 is needed"):
         find_driver()
     cuda.find_driver.cache_clear()
 
@@ -111,6 +128,37 @@ def test_the_copy_that_was_refused_is_named(fake, host):
     with pytest.raises(CudaError, match=r"INVALID_VALUE \(1\), copy 1 of 2"):
         driver.copy(stream, *_columns(*pieces), load=True)
     assert not fake.streams[stream].queue
+
+
+@pytest.mark.parametrize("knobs", FAKES.values(), ids=FAKES)
+def test_batches_that_do_not_work_are_tried_once_at_most(knobs, host):
+    address, _ = host
+    fake = FakeCuda(**knobs)
+    with use(fake) as driver:
+        driver.attach(0)
+        driver.register(address, 1 << 16)
+        stream, device = driver.stream(), driver.allocate(1 << 16)
+        calls = []
+        for _ in range(2):
+            begun = len(fake.calls)
+            driver.copy(stream, *_columns((device, address, 8), (device + 8, address + 8, 8)), load=True)
+            calls.append(fake.calls[begun:])
+        each, batch = ["cuMemcpyHtoDAsync_v2"] * 2, ["cuMemcpyBatchAsync"]
+        assert calls == ([batch, batch] if not knobs else [batch + each, each] if "batches" in knobs else [each, each])
+        assert driver.copy_call == calls[1][0].removesuffix("_v2")
+        driver.synchronize_stream(stream)
+        assert not fake.wrong
+
+
+def test_an_error_of_no_copy_names_none(fake, host):
+    address, _ = host
+    driver = find_driver()
+    driver.attach(0)
+    driver.register(address, 1 << 16)
+    stream, device = driver.stream(), driver.allocate(1 << 16)
+    fake.fail(len(fake.calls))
+    with pytest.raises(CudaError, match=r"OUT_OF_MEMORY \(2\), of 1 copies$"):
+        driver.copy(stream, *_columns((device, address, 8)), load=True)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -20,6 +20,7 @@ _TYPES: Final = {
     "unsigned int": ctypes.c_uint,
     "cuuint64_t": ctypes.c_uint64,
     "CUdevice": ctypes.c_int,
+    "CUdevice_attribute": ctypes.c_int,
     "CUresult": ctypes.c_int,
     "CUdeviceptr": ctypes.c_void_p,
     "CUcontext": ctypes.c_void_p,
@@ -41,6 +42,8 @@ _VALUES: Final = {
     "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": cuda.STREAM_ORDER,
     "CU_MEMCPY_SRC_ACCESS_ORDER_ANY": cuda.ANY_ORDER,
     "CUDA_ERROR_NOT_READY": cuda._NOT_READY,
+    "CUDA_ERROR_NOT_SUPPORTED": cuda._NOT_SUPPORTED,
+    "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": cuda._USES_HOST_POINTERS,
 }
 _STRUCTS: Final = {
     "CUmemcpyAttributes_st": ["srcAccessOrder", "srcLocHint", "dstLocHint", "flags"],

@@ -40,7 +40,11 @@ READ_ONLY: Final = 8
 Memory that is mapped read-only is refused without it.
 """
 
+BATCH_CALL: Final = "cuMemcpyBatchAsync"
+"""Call that begins many copies (CUDA 12.8)."""
+
 _NOT_READY: Final = 600
+_NOT_SUPPORTED: Final = 801
 _NON_BLOCKING: Final = 1
 _BLOCKING_SYNC_NO_TIMING: Final = 1 | 2
 _THREAD_LOCAL: Final = 1
@@ -51,6 +55,13 @@ _BATCH_SINCE: Final = 12080
 """Least CUDA version whose ``cuMemcpyBatchAsync`` is used.
 
 It reports the copy that failed; the one of 13.0 does not.
+"""
+_NO_COPY: Final = c_size_t(-1).value
+"""Number that the batch call reports for an error of no particular copy."""
+_USES_HOST_POINTERS: Final = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
+
+It is 0 in WSL2, where batches of registered memory fault.
 """
 
 _STICKY: Final = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
@@ -98,6 +109,7 @@ PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
     "cuCtxPushCurrent_v2": (_p,),
     "cuCtxSetCurrent": (_p,),
     "cuDeviceGet": (_p, c_int),
+    "cuDeviceGetAttribute": (_p, c_int, c_int),
     "cuDeviceGetCount": (_p,),
     "cuDeviceGetName": (_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (_p, c_int),
@@ -200,7 +212,7 @@ class Driver:
     """
 
     def __init__(self, library: Any) -> None:
-        self._calls = {name: _typed(library, name) for name in PROTOTYPES if name != "cuMemcpyBatchAsync"}
+        self._calls = {name: _typed(library, name) for name in PROTOTYPES if name != BATCH_CALL}
         self._contexts: dict[int, int] = {}
         self._renew_lock()
         watch_forks(self, Driver._renew_lock)
@@ -227,9 +239,13 @@ class Driver:
         self._lock = threading.RLock()
 
     @property
-    def has_batches(self) -> bool:
-        """Whether one call makes many copies (CUDA 12.8)."""
-        return self._batch is not None
+    def copy_call(self) -> str:
+        """Call that begins copies.
+
+        :data:`BATCH_CALL`, or the one for a single copy if the driver is older than CUDA 12.8, a device cannot use
+        host pointers, or the driver has refused batches.
+        """
+        return BATCH_CALL if self._batch is not None else "cuMemcpyHtoDAsync"
 
     # --- threads and devices ------------------------------------------------------------------------------------------
 
@@ -400,26 +416,31 @@ class Driver:
                 load must be complete already: they may be read before earlier work of the stream is done.
 
         Raises:
-            CudaError: the driver refused the copies. Without batches (:attr:`has_batches`), some copies may have been
+            CudaError: the driver refused the copies. Without batches (:attr:`copy_call`), some copies may have been
                 begun.
         """
-        count = len(sizes)
-        if self._batch is None:
-            self._copy_one_by_one(stream, to, at, sizes, load=load)
+        batch, count = self._batch, len(sizes)
+        if batch is None:
+            self.copy_each(stream, to, at, sizes, load=load)
         elif count:
-            attributes, first, failed = (
-                CopyAttributes(order=ANY_ORDER if load else STREAM_ORDER),
-                c_size_t(),
-                c_size_t(),
-            )
-            code = self._batch(
+            attributes = CopyAttributes(order=ANY_ORDER if load else STREAM_ORDER)
+            first, failed = c_size_t(), c_size_t(_NO_COPY)
+            code = batch(
                 to.ctypes.data, at.ctypes.data, sizes.ctypes.data, count, ctypes.addressof(attributes),
                 ctypes.addressof(first), 1, ctypes.addressof(failed), stream,
             )  # fmt: skip
-            if code:
-                raise self._error("cuMemcpyBatchAsync", code, f", copy {failed.value} of {count}")
+            if code == _NOT_SUPPORTED:
+                self._batch = None
+                self.copy_each(stream, to, at, sizes, load=load)
+            elif code:
+                which = f", copy {failed.value} of {count}" if failed.value < count else f", of {count} copies"
+                raise self._error(BATCH_CALL, code, which)
 
-    def _copy_one_by_one(self, stream: Stream, to: Any, at: Any, sizes: Any, *, load: bool) -> None:
+    def copy_each(self, stream: Stream, to: Any, at: Any, sizes: Any, *, load: bool) -> None:
+        """Begin copies like :meth:`copy`, by a call for each.
+
+        Host memory need not be registered: the driver then copies through buffers of its own, and may block.
+        """
         name = "cuMemcpyHtoDAsync_v2" if load else "cuMemcpyDtoHAsync_v2"
         call = self._calls[name]
         for number, (target, source, size) in enumerate(zip(to.tolist(), at.tolist(), sizes.tolist(), strict=True)):
@@ -461,11 +482,15 @@ class Driver:
     def _find_batch(self) -> Any:
         address, status = c_void_p(), c_int()
         code = self._calls["cuGetProcAddress_v2"](
-            b"cuMemcpyBatchAsync", ctypes.addressof(address), _BATCH_SINCE, 0, ctypes.addressof(status)
+            BATCH_CALL.encode(), ctypes.addressof(address), _BATCH_SINCE, 0, ctypes.addressof(status)
         )
-        if code or not address.value:
+        if code or not address.value or not all(map(self._uses_host_pointers, range(self.devices))):
             return None
-        return ctypes.CFUNCTYPE(c_int, *PROTOTYPES["cuMemcpyBatchAsync"])(address.value)
+        return ctypes.CFUNCTYPE(c_int, *PROTOTYPES[BATCH_CALL])(address.value)
+
+    def _uses_host_pointers(self, device: int) -> bool:
+        handle = self._get("cuDeviceGet", c_int(), device)
+        return bool(self._get("cuDeviceGetAttribute", c_int(), _USES_HOST_POINTERS, handle))
 
     def _call(self, name: str, *args: Any) -> None:
         code = self._calls[name](*args)
@@ -495,6 +520,6 @@ def _typed(library: Any, name: str) -> Any:
     try:
         function = getattr(library, name)
     except AttributeError as exc:
-        raise NoDriver(f"the CUDA driver is too old: it has no {name}") from exc
+        raise NoDriver(f"the CUDA driver is too old: it has no {name}; CUDA 12.0 is needed") from exc
     function.argtypes, function.restype = PROTOTYPES[name], c_int
     return function
