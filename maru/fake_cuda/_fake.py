@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
 from ..base.memory import cuda
-from ._memory import Allocation, HostSpan, allocate, find, opened, permissions
+from ._memory import Allocation, HostSpan, allocate, find, opened, overlapping, permissions
 from ._orders import Choose, latest
 from ._streams import Event, Stream, Work
 
@@ -47,7 +47,8 @@ REFUSALS: Final[Mapping[str, str]] = {
     "a query of a captured event": "documented: CUDA_ERROR_CAPTURED_EVENT",
     "a copy from or to memory that is freed before it is made": "documented as undefined: here CUDA_ERROR_ILLEGAL_ADDRESS",
     "memory used with a context of another device": "stricter than CUDA, which may copy between devices",
-    "a copy from or to host memory that is not registered": "stricter than CUDA, which copies through buffers of its own",
+    "a batch from or to host memory that is not registered": "stricter than CUDA, which copies through buffers of its own",
+    "a batch of more than 50,000 copies": "reported of driver 580 on Blackwell: the process hangs or ends",
     "a copy across two registrations": "stricter than CUDA as far as is known: not seen on a device yet",
     "memory of other kinds than cuMemAlloc's, shared with another process": "documented: cuIpcGetMemHandle takes no other",
     "handles that were destroyed": "stricter than CUDA, which may crash",
@@ -87,6 +88,7 @@ _WITHOUT_CONTEXT: Final = frozenset(
 )
 _CONTEXTS: Final = 0xC000
 _RELAXED: Final = 2
+_MOST_PIECES: Final = 50_000
 _PATIENCE: Final = 30.0
 """Seconds until a synchronization that waits for a gate counts as deadlocked."""
 _handles = count(0x5000_0001)
@@ -377,9 +379,7 @@ class FakeCuda:
     def _cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if not nbytes or not (how := permissions(address, nbytes)) or ("w" not in how and not flags & cuda.READ_ONLY):
             return INVALID_VALUE
-        if any(
-            one.address < address + nbytes and address < one.address + one.nbytes for one in self.registered.values()
-        ):
+        if overlapping(self.registered, address, nbytes):
             return ALREADY_REGISTERED
         if sum(one.nbytes for one in self.registered.values()) + nbytes > self.most_registered:
             return OUT_OF_MEMORY
@@ -453,10 +453,10 @@ class FakeCuda:
     # --- copies -------------------------------------------------------------------------------------------------------
 
     def _cuMemcpyHtoDAsync(self, to: int, at: int, nbytes: int, stream: int) -> int:
-        return self._copy([(to, at, nbytes)], stream, any_order=False)
+        return self._copy([(to, at, nbytes)], stream, pageable=True)
 
     def _cuMemcpyDtoHAsync(self, to: int, at: int, nbytes: int, stream: int) -> int:
-        return self._copy([(to, at, nbytes)], stream, any_order=False)
+        return self._copy([(to, at, nbytes)], stream, pageable=True)
 
     def _cuMemcpyBatchAsync(
         self,
@@ -472,6 +472,8 @@ class FakeCuda:
     ) -> int:
         if not self.batches:
             return NOT_SUPPORTED
+        if n > _MOST_PIECES:
+            raise AssertionError(f"a batch of {n} copies")
         if not self.host_pointers:
             self._lost[self._here()] = ILLEGAL_ADDRESS
             return 0
@@ -482,34 +484,41 @@ class FakeCuda:
         columns = (column.from_address(address) for address in (to, at, sizes))
         pieces = list(zip(*columns, strict=True))
         for number, piece in enumerate(pieces):
-            if not self._ends(*piece):
+            if not self._are_valid(*piece, pageable=False):
                 ctypes.c_size_t.from_address(failed).value = number
                 return INVALID_VALUE
         return self._copy(pieces, stream, any_order=order == cuda.ANY_ORDER)
 
-    def _ends(self, to: int, at: int, nbytes: int) -> tuple[Allocation | HostSpan, Allocation | HostSpan] | None:
-        """Return a copy's target and source; ``None`` if it is invalid."""
-        ends = [find(self.allocations, one, nbytes) or find(self.registered, one, nbytes) for one in (to, at)]
-        target, source = ends
-        if target is None or source is None or (isinstance(target, HostSpan) and target.read_only):
+    def _side(self, address: int, nbytes: int, device: int, *, pageable: bool) -> Allocation | HostSpan | None:
+        """Return the memory of one side of a copy of a device; ``None`` if it is invalid."""
+        found = find(self.allocations, address, nbytes) or find(self.registered, address, nbytes)
+        if isinstance(found, Allocation) and found.device != device:
             return None
-        devices = {one.device for one in ends if isinstance(one, Allocation)}
-        return (target, source) if devices == {self._device} else None
+        if found is None and pageable and not overlapping(self.registered, address, nbytes):
+            how = permissions(address, nbytes)
+            return HostSpan(address, nbytes, read_only="w" not in how) if how.startswith("r") else None
+        return found
 
-    def _copy(self, pieces: list[tuple[int, int, int]], handle: int, *, any_order: bool) -> int:
+    def _are_valid(self, to: int, at: int, nbytes: int, *, pageable: bool) -> bool:
+        """Return whether a copy has a target and a source, and one of them on this device."""
+        target, source = (self._side(one, nbytes, self._here(), pageable=pageable) for one in (to, at))
+        if target is None or source is None or (isinstance(target, HostSpan) and target.read_only):
+            return False
+        return isinstance(target, Allocation) or isinstance(source, Allocation)
+
+    def _copy(
+        self, pieces: list[tuple[int, int, int]], handle: int, *, any_order: bool = False, pageable: bool = False
+    ) -> int:
         stream = self.streams.get(handle)
-        if stream is None or not all(self._ends(*piece) for piece in pieces):
+        if stream is None or not all(self._are_valid(*piece, pageable=pageable) for piece in pieces):
             return INVALID_HANDLE if stream is None else INVALID_VALUE
         data: list[bytes] = []
         device = self._here()
 
-        def side(address: int, nbytes: int) -> Allocation | HostSpan | None:
-            return find(self.allocations, address, nbytes) or find(self.registered, address, nbytes)
-
         def read() -> None:
             work.read = None
             for _, at, nbytes in pieces:
-                source = side(at, nbytes)
+                source = self._side(at, nbytes, device, pageable=pageable)
                 if source is None:
                     self._lost[device] = ILLEGAL_ADDRESS
                     return
@@ -519,7 +528,7 @@ class FakeCuda:
             if work.read is not None:
                 read()
             for (to, _, nbytes), one in zip(pieces, data, strict=False):
-                target = side(to, nbytes)
+                target = self._side(to, nbytes, device, pageable=pageable)
                 if target is None:
                     self._lost[device] = ILLEGAL_ADDRESS
                     return

@@ -105,6 +105,11 @@ def find(spans: dict[int, Allocation] | dict[int, HostSpan], address: int, nbyte
     return None
 
 
+def overlapping(spans: dict[int, HostSpan], address: int, nbytes: int) -> bool:
+    """Return whether any of this memory contains some of these bytes."""
+    return any(one.address < address + nbytes and address < one.address + one.nbytes for one in spans.values())
+
+
 def permissions(address: int, nbytes: int) -> str:
     """Return the permissions of these bytes in this process.
 

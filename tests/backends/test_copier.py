@@ -197,6 +197,23 @@ def test_a_copy_is_listed_a_bounded_number_of_pieces_at_a_time(monkeypatch):
         assert there.fake.calls.count("cuMemcpyBatchAsync") == N // 2
 
 
+@pytest.mark.parametrize("registered", [True, False])
+def test_one_call_of_the_driver_makes_a_bounded_number_of_copies(registered):
+    """Drivers have failed at 51,828."""
+    n, whole = 60_000, 1 << 18
+    with device() as there:
+        host, on_device = new_pages(1, whole), there.driver.allocate(whole)
+        if registered:
+            there.driver.register(host.addresses[0], whole)
+            there.spans.append((host.addresses[0], host.addresses[0] + whole))
+        there.fake.write(on_device, bytes(range(256)) * (whole // 256))
+        rows = numpy.arange(n, dtype=numpy.uint64) * 3
+        one = numpy.ones(n, numpy.uint64)
+        there.copier.store(Pieces(on_device + rows, host.addresses[0] + rows, one))
+        assert bytes(host[0])[: 3 * n : 3] == there.fake.read(on_device, whole)[: 3 * n : 3]
+        assert there.fake.calls.count("cuEventSynchronize") == 1
+
+
 # --- when ---------------------------------------------------------------------------------------------------------------
 
 

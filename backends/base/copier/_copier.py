@@ -34,6 +34,9 @@ from ._pieces import Pieces
 STAGING_BYTES: Final = 8 << 20
 """Of the buffer that copies of memory pass through that is not registered, each way."""
 
+MOST_PIECES: Final = 1 << 14
+"""Copies that one call of the driver begins. Calls with 51,828 have hung or ended processes (driver 580, Blackwell)."""
+
 Spans: TypeAlias = Callable[[int, int], Sequence[tuple[int, int]]]
 """Returns start and end of the registrations that overlap so many bytes from an address on, sorted."""
 
@@ -223,9 +226,10 @@ class _Lane:
             raise
 
     def _begin(self, pieces: Pieces) -> None:
-        device, host = pieces.device, pieces.host
-        to, at = (device, host) if self._load else (host, device)
-        self._driver.copy(self._stream, to, at, pieces.sizes, load=self._load)
+        for start in range(0, len(pieces), MOST_PIECES):
+            some = pieces.at(slice(start, start + MOST_PIECES))
+            to, at = (some.device, some.host) if self._load else (some.host, some.device)
+            self._driver.copy(self._stream, to, at, some.sizes, load=self._load)
 
     def _finish(self) -> None:
         self._driver.record(self._end, self._stream)
