@@ -11,7 +11,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
-from ..base.memory import cuda
+from ..base.memory import cuda, pinning
 from ._memory import Allocation, HostSpan, allocate, find, opened, overlapping, permissions
 from ._orders import Choose, latest
 from ._streams import Event, Stream, Work
@@ -592,4 +592,5 @@ def use(fake: FakeCuda) -> Iterator[cuda.Driver]:
     finally:
         cuda.open_library = real
         cuda.find_driver.cache_clear()
+        pinning.forget()
         fake.close()

@@ -4,7 +4,7 @@ Rule 1. A copy is over when the call returns or raises: on every way out the str
         device may still read or write: :exc:`~backends.Unproven` says so, and the buffer is kept until the process ends.
 Rule 2. The stream waits for the events that a copy comes after; no thread does.
 Rule 3. Host memory that is not registered is copied through a buffer that is. The driver would do the same with calls that
-        block, and with less of a bound.
+        block, and with less of a bound: that is left to it only if it registers no buffer.
 Rule 4. A sticky error ends the copier: later copies are refused before anything is begun.
 """
 
@@ -22,17 +22,19 @@ from typing import Final, TypeAlias
 
 import attrs
 
+from maru.base.errors import CannotMap
 from maru.base.memory import pinning
 from maru.base.memory.cuda import CudaError, Driver, Event, Stream, find_driver
+from maru.base.memory.memory import Memory
+from maru.base.memory.pinning import Pin
 from maru.base.threads import start_thread
 
 from ..._errors import BackendError, Unproven
 from .._unproven import kept_if_unproven
-from ..pages import Pages, new_pages
 from ._pieces import Pieces
 
-STAGING_BYTES: Final = 8 << 20
-"""Of the buffer that copies of memory pass through that is not registered, each way."""
+STAGING_BYTES: Final = (8 << 20, 1 << 20, 128 << 10)
+"""Sizes of the buffer that copies of memory pass through that is not registered, each way: the first that CUDA registers."""
 
 MOST_PIECES: Final = 1 << 14
 """Copies that one call of the driver begins. Calls with 51,828 have hung or ended processes (driver 580, Blackwell)."""
@@ -76,7 +78,7 @@ class Copier:
             CudaError: the device refused it; nothing is under way.
             DeviceLost: its context has ended before.
             Unproven: it may still be going on.
-            OSError: no thread can be started, or no memory for a buffer.
+            OSError: no thread can be started.
         """
         self._do(self._ways[0], pieces, after)
 
@@ -186,8 +188,9 @@ class _Way:
             made.callback(_give_back, partial(driver.destroy_stream, stream))
             end = driver.event()
             made.callback(_give_back, partial(driver.destroy_event, end))
-            lane = _Lane(driver, stream, end, load=self._load)
-            made.callback(lane.close)
+            staging = _Staging()
+            made.callback(staging.close)
+            lane = _Lane(driver, stream, end, staging, load=self._load)
             held.push(made.pop_all())
         return lane
 
@@ -199,12 +202,38 @@ def _give_back(call: Callable[[], None]) -> None:
         return
 
 
+class _Staging:
+    """A registered buffer of one thread, as large as CUDA registers one, or none."""
+
+    def __init__(self) -> None:
+        self._memories: list[Memory] = []  # also those refused, which `describe` counts; untouched, they take no room
+        self.address: int = 0
+        self.nbytes: int = 0
+        for nbytes in STAGING_BYTES:
+            if not self.nbytes:
+                self._try(nbytes)
+
+    def _try(self, nbytes: int) -> None:
+        with suppress(CannotMap):
+            memory = Memory.private(nbytes)
+            pin = Pin(memory)
+            pin.pin()
+            self._memories.append(memory)
+            if pin.is_whole:
+                self.address, self.nbytes = memory.address, nbytes
+
+    def close(self) -> None:
+        """Give the buffer back."""
+        self._memories.clear()
+        self.nbytes = 0
+
+
 class _Lane:
     """What one thread copies with."""
 
-    def __init__(self, driver: Driver, stream: Stream, end: Event, *, load: bool) -> None:
+    def __init__(self, driver: Driver, stream: Stream, end: Event, staging: _Staging, *, load: bool) -> None:
         self._driver, self._stream, self._end, self._load = driver, stream, end, load
-        self._buffer: Pages | None = None
+        self._staging = staging
 
     def copy(self, pieces: Pieces, after: Sequence[Event], spans: Spans) -> None:
         """Make copies, and wait for their end: rule 1."""
@@ -215,21 +244,21 @@ class _Lane:
         try:
             for event in after:
                 self._driver.wait(self._stream, event)
-            if len(registered):
-                self._begin(registered)
-            if len(others):
+            self._begin(registered, self._driver.copy)
+            if len(others) and self._staging.nbytes:
                 self._through_the_buffer(others)
             else:
+                self._begin(others, self._driver.copy_each)
                 self._finish()
         except BaseException as error:
             self._settle(error)
             raise
 
-    def _begin(self, pieces: Pieces) -> None:
+    def _begin(self, pieces: Pieces, copy: Callable[..., None]) -> None:
         for start in range(0, len(pieces), MOST_PIECES):
             some = pieces.at(slice(start, start + MOST_PIECES))
             to, at = (some.device, some.host) if self._load else (some.host, some.device)
-            self._driver.copy(self._stream, to, at, some.sizes, load=self._load)
+            copy(self._stream, to, at, some.sizes, load=self._load)
 
     def _finish(self) -> None:
         self._driver.record(self._end, self._stream)
@@ -245,9 +274,8 @@ class _Lane:
     # --- memory that is not registered: rule 3 ------------------------------------------------------------------------
 
     def _through_the_buffer(self, pieces: Pieces) -> None:
-        buffer = self._buffer_pages()
-        for portion in pieces.portions(buffer.page_bytes):
-            self._portion(portion, buffer.addresses[0])
+        for portion in pieces.portions(self._staging.nbytes):
+            self._portion(portion, self._staging.address)
 
     def _portion(self, pieces: Pieces, buffer: int) -> None:
         import numpy
@@ -258,24 +286,11 @@ class _Lane:
         if self._load:
             for host, at, size in between:
                 ctypes.memmove(at, host, size)
-        self._begin(staged.joined())
+        self._begin(staged.joined(), self._driver.copy)
         self._finish()
         if not self._load:
             for host, at, size in between:
                 ctypes.memmove(host, at, size)
-
-    def _buffer_pages(self) -> Pages:
-        if self._buffer is None:
-            pages = new_pages(1, STAGING_BYTES)
-            self._driver.register(pages.addresses[0], STAGING_BYTES)
-            self._buffer = pages
-        return self._buffer
-
-    def close(self) -> None:
-        """Give the buffer back."""
-        if self._buffer is not None:
-            _give_back(partial(self._driver.unregister, self._buffer.addresses[0]))
-            self._buffer = None
 
 
 # --- the copiers of this process ----------------------------------------------------------------------------------------

@@ -295,13 +295,18 @@ def statistics() -> PinningStatistics:
     )
 
 
+def forget() -> None:
+    """Forget all pinned memory, once its driver is gone."""
+    _pins.clear()
+    _spans.clear()
+    _process.version, _process.lost = object(), ""
+
+
 def _after_fork() -> None:
     """Forget the parent's pinned memory: rule 3."""
     global _lock
     _lock = threading.Lock()  # a thread that is not in the child may have held it
-    _pins.clear()
-    _spans.clear()
-    _process.version = object()
+    forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -73,10 +73,9 @@ def the_buffer_is_used_again_too_early(patch: Any) -> None:
     """A portion is put into it while the one before it may not have left it."""
 
     def through(self: _Lane, pieces: Pieces) -> None:
-        buffer = self._buffer_pages()
         finish, self._finish = self._finish, lambda: None  # type: ignore[method-assign]
-        for portion in pieces.portions(buffer.page_bytes):
-            self._portion(portion, buffer.addresses[0])
+        for portion in pieces.portions(self._staging.nbytes):
+            self._portion(portion, self._staging.address)
         self._finish = finish  # type: ignore[method-assign]
         self._finish()
 
@@ -90,10 +89,10 @@ def the_buffer_is_filled_behind_its_copy(patch: Any) -> None:
     def filled_later(self: _Lane, pieces: Pieces, buffer: int) -> None:
         before = ctypes.string_at(buffer, pieces.nbytes)
 
-        def begun(staged: Pieces) -> None:
+        def begun(staged: Pieces, copy: Any) -> None:
             filled = ctypes.string_at(buffer, pieces.nbytes)
             ctypes.memmove(buffer, before, len(before))
-            begin(self, staged)
+            begin(self, staged, copy)
             ctypes.memmove(buffer, filled, len(filled))
 
         self._begin = begun  # type: ignore[method-assign]
