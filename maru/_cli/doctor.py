@@ -22,7 +22,7 @@ from .._pool.index_files import why_not_here
 from ..base.addresses import IPC_NAME, is_loopback
 from ..base.errors import ConfigError, NoAnswer, ServerRefused
 from ..base.findings import Finding, worst
-from ..base.memory.pinning import why_no_driver
+from ..base.memory.pinning import copy_call, why_no_driver
 from ..base.output import print_json, show_findings
 from ._connection import ServerConnection, ServerOptions, probe_address, server_options, usage_errors
 from .describe import Description, describe
@@ -66,7 +66,7 @@ def command(target: ServerOptions, pin: bool, **options: str | None) -> None:
     place = _place_of(sections.get("pool", {})) or _place_in(config)
     facts = _facts(place, _sockets(sections.get("server", {})), config)
     if pin:
-        facts = attrs.evolve(facts, why_no_driver=why_no_driver())
+        facts = attrs.evolve(facts, why_no_driver=why_no_driver(), copy_call=copy_call())
     wanted = Wanted(
         capacity_bytes=config.capacity_bytes or _as_int(sections.get("pool", {}).get("total_bytes")),
         pin=pin,

@@ -101,6 +101,8 @@ class Facts:
 
     Empty: there is a driver; None: not checked.
     """
+    copy_call: str = ""
+    """Driver's call for copies; empty: not checked, or no driver."""
     curve: bool | None = None
     """Whether ZeroMQ was built with CURVE; None: not checked."""
 
@@ -239,7 +241,7 @@ def _driver(facts: Facts) -> list[Finding]:
     if facts.why_no_driver is None:
         return []
     if not facts.why_no_driver:
-        return [Finding(name, "ok", "there, with a device", needed)]
+        return [Finding(name, "ok", f"there, with a device; copies by {facts.copy_call}", needed)]
     way_out = "install it (in a container: --gpus all), or go without --pin: clients without one do not pin"
     return [Finding(name, "warn", facts.why_no_driver, needed, way_out)]
 

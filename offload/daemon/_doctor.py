@@ -21,6 +21,8 @@ _SILENT: Final = 0.5
 
 An engine whose client works is heard three times as often.
 """
+_BATCH_CALL: Final = "cuMemcpyBatchAsync"
+"""Driver's call that begins many copies."""
 _USED: Final = 0.8
 """Share of its descriptors that a daemon may use."""
 
@@ -79,6 +81,7 @@ def examine_daemon(facts: DaemonFacts) -> list[Finding]:
         _descriptors(told),
         _memlock(facts, told),
         _pinning(told),
+        *_copies(told),
         _huge_pages(told),
         _leases(told),
     ]
@@ -155,6 +158,16 @@ def _pinning(told: Told) -> Finding:
     wanted, pinned = (int(told.pinning.get(f"{name}_bytes") or 0) for name in ("wanted", "pinned"))
     found = f"{_size(pinned)} of {_size(wanted)} are pinned" if wanted else "none is to be pinned"
     return Finding("pinned memory", "ok", found, _size(wanted))
+
+
+def _copies(told: Told) -> list[Finding]:
+    """Return how the devices' copies are begun; nothing without a driver."""
+    name, call = "copies of devices", str(told.pinning.get("copy_call") or "")
+    needed = f"{_BATCH_CALL}: one call for many pieces"
+    if call in ("", _BATCH_CALL):
+        return [Finding(name, "ok", call, needed)] if call else []
+    way_out = "a driver of CUDA 12.8 or later, and not in WSL2"
+    return [Finding(name, "warn", f"{call}: a call for each piece", needed, way_out)]
 
 
 def _huge_pages(told: Told) -> Finding:

@@ -67,6 +67,7 @@ def _pinning() -> dict[str, Fact]:
         "pinned_bytes": found.pinned_bytes,
         "refused_bytes": found.refused_bytes,
         "why_not": found.lost or found.why_not,
+        "copy_call": pinning.copy_call(),
     }
 
 

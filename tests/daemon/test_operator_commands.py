@@ -12,13 +12,16 @@ from click.testing import CliRunner
 import offload.cli
 from maru.base.ending import ExitCode
 from maru.base.findings import PathFact, worst
+from maru.fake_cuda import FakeCuda
 from offload import ConfigError
 from offload.client import open_client, open_connection
+from offload.daemon import _facts
 from offload.daemon._admin_messages import SessionFacts, TierFacts
 from offload.daemon._doctor import DaemonFacts, Told, examine_daemon
 from offload.daemon._messages import Store, Stored, packed
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, registered, store
 from tests.daemon.test_quotas import HIS, tenants
+from tests.support.cuda_process import process_with_cuda
 from tests.support.daemons import SIZE, daemon, directory, host_only, serve
 
 
@@ -249,6 +252,7 @@ def test_where_all_is_well_nothing_is_to_be_done():
         (limits(open_descriptors=1000), "file descriptors", "fail", "LimitNOFILE=2048"),
         (limits(descriptors=200), "file descriptors", "warn", "LimitNOFILE="),
         (attrs.evolve(limits(memlock_bytes=8 << 20), has_device=True), "locked memory", "warn", "LimitMEMLOCK"),
+        (told(pinning={"copy_call": "cuMemcpyHtoDAsync"}), "copies of devices", "warn", "CUDA 12.8"),
         (told(sessions=[SessionFacts(1, "vllm", "", 20.0, 0, 0, 1)]), "leases", "warn", "end after 30 s"),
         (told(tiers=[TierFacts("host", "MemoryTier", 9, 1, 1, 0, "open")]), "tier host", "fail", "log says why"),
         (told(tiers=[TierFacts("host", "MemoryTier", 9, 9, 4, 4, "closed")]), "tier host", "warn", "release its hits"),
@@ -267,6 +271,16 @@ def test_each_fault_is_found_with_its_way_out_and_nothing_else_is(facts, name, v
 def test_locked_memory_matters_where_there_is_a_device_only():
     assert worst(examine_daemon(limits(memlock_bytes=8 << 20))) == "ok"
     assert worst(examine_daemon(attrs.evolve(limits(memlock_bytes="none"), has_device=True))) == "ok"
+
+
+@pytest.mark.parametrize(("version", "call"), [(12080, "cuMemcpyBatchAsync"), (12000, "cuMemcpyHtoDAsync")])
+def test_describe_and_doctor_say_which_call_copies(version, call):
+    with process_with_cuda(FakeCuda(version=version)):
+        pinned = _facts._pinning()
+    assert pinned["copy_call"] == call
+    [found] = [one for one in examine_daemon(told(pinning=pinned)) if one.name == "copies of devices"]
+    assert call in found.found
+    assert not _facts._pinning()["copy_call"]  # there is no driver
 
 
 def test_an_engine_with_a_long_name_is_known_by_its_end():

@@ -97,6 +97,11 @@ def test_each_fact_has_its_verdict_and_each_trouble_a_way_out(name, facts, verdi
     assert found.found and found.needed
 
 
+def test_the_driver_is_there_with_the_call_that_copies():
+    found = finding("CUDA driver", why_no_driver="", copy_call="cuMemcpyBatchAsync")
+    assert "cuMemcpyBatchAsync" in found.found
+
+
 def test_a_trouble_says_what_to_do():
     assert "--shm-size" in finding("space for regions", free_bytes=64 << 20).way_out
     assert "at most 1.8 GiB" in finding("space for regions", free_bytes=2 * GIB).way_out

@@ -107,6 +107,11 @@ def why_no_driver() -> str:
     return ""
 
 
+def copy_call() -> str:
+    """Return the driver's call for copies; empty until a driver is loaded."""
+    return find_driver().copy_call if find_driver.cache_info().currsize else ""
+
+
 # --- pinning ----------------------------------------------------------------------------------------------------------
 
 
