@@ -323,7 +323,7 @@ class _Watcher:
         """
 
     def after_fork(self) -> None:
-        """Forget the parent's waits and its thread, which may have held the lock."""
+        """Forget the parent's waits, thread and lock."""
         self._lock = threading.Lock()
         self._waits, self._thread = {}, None
 

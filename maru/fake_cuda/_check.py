@@ -185,16 +185,19 @@ def an_attached_block_leaves_its_thread_as_it_was(driver: Driver) -> None:
     The thread may be a foreign one that runs a finalizer.
     """
     errors: list[CudaError] = []
+    mode = ctypes.c_int()
 
     def run() -> None:
         with driver.attached(0):
             driver.destroy_stream(driver.stream())
         errors.append(_refused(driver.stream))
+        driver._call("cuThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert [error.code for error in errors] == [201]
+    assert mode.value == 0, "its calls no longer invalidate a capture in global mode"
     assert driver.active_device() == 0
 
 

@@ -45,6 +45,9 @@ REFUSALS: Final[Mapping[str, str]] = {
     "read-only memory registered without the flag": "documented, for devices without pageable memory access",
     "unsafe calls of a thread in global mode while another captures in global mode": "documented: 900, and it is invalidated",
     "a query of a captured event": "documented: CUDA_ERROR_CAPTURED_EVENT",
+    "a synchronization with a capturing stream": "documented: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+    "a batch with memory that is registered for another device": "stricter than the documentation: it is not pinned there",
+    "a piece of a batch without bytes": "stricter than the documentation, which does not say",
     "a copy from or to memory that is freed before it is made": "documented as undefined: here CUDA_ERROR_ILLEGAL_ADDRESS",
     "memory used with a context of another device": "stricter than CUDA, which may copy between devices",
     "a batch from or to host memory that is not registered": "stricter than CUDA, which copies through buffers of its own",
@@ -54,6 +57,15 @@ REFUSALS: Final[Mapping[str, str]] = {
     "handles that were destroyed": "stricter than CUDA, which may crash",
 }
 """Refused calls, with the source of each refusal."""
+
+EFFECTS: Final[Mapping[str, str]] = {
+    "memory that is registered without PORTABLE": "documented: it is pinned for the context that registered it only",
+    "a stream without NON_BLOCKING": "documented: it and the default stream wait for each other",
+    "an event without BLOCKING_SYNC": "documented: a thread that synchronizes with it spins",
+    "a wait for a captured event": "documented: the waiting stream joins the capture",
+    "a copy of memory that is not registered, by a call of its own": "documented: CUDA copies it, and may block",
+}
+"""Effects that a caller must know, with the source of each."""
 
 _UNSAFE: Final = frozenset(
     {
@@ -140,6 +152,8 @@ class FakeCuda:
         """Devices of which this process has a context."""
         self.invalidated: bool = False
         """Whether a graph capture was invalidated."""
+        self.spins: int = 0
+        """Synchronizations with events whose waiting threads spin."""
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
         self.allocations: dict[int, Allocation] = {}
@@ -171,7 +185,13 @@ class FakeCuda:
     def kernel(self, stream: int, run: Callable[[], object], gate: threading.Event | None = None) -> None:
         """Add an engine's work to a stream. Its gate delays its end."""
         with self._changed:
-            self.streams[stream].add(Work(run, ready=lambda: gate is None or gate.is_set()))
+            self._add(self.streams[stream], Work(run, ready=lambda: gate is None or gate.is_set()))
+
+    def default_stream(self, device: int = 0) -> int:
+        """Return a handle of a device's default stream, for :meth:`kernel` only."""
+        handle = next(_handles)
+        self.streams[handle] = Stream(device, is_default=True)
+        return handle
 
     def open_gate(self, gate: threading.Event) -> None:
         """Set a gate, and wake the threads that wait for its work."""
@@ -203,13 +223,15 @@ class FakeCuda:
         The capture belongs to this thread.
         """
         with self._changed:
-            self.streams[stream].capturing = True
+            self.streams[stream].captured_in = stream
             self._captures[stream] = threading.get_ident()
 
     def end_capture(self, stream: int) -> None:
-        """End the capture of a stream."""
+        """End the capture of a stream, and of those that have joined it."""
         with self._changed:
-            self.streams[stream].capturing = False
+            for one in self.streams.values():
+                if one.captured_in == stream:
+                    one.captured_in = None
             del self._captures[stream]
 
     def close(self) -> None:
@@ -383,7 +405,8 @@ class FakeCuda:
             return ALREADY_REGISTERED
         if sum(one.nbytes for one in self.registered.values()) + nbytes > self.most_registered:
             return OUT_OF_MEMORY
-        self.registered[address] = HostSpan(address, nbytes, bool(flags & cuda.READ_ONLY))
+        device = None if flags & cuda.PORTABLE else self._here()
+        self.registered[address] = HostSpan(address, nbytes, bool(flags & cuda.READ_ONLY), device)
         return 0
 
     def _cuMemHostUnregister(self, address: int) -> int:
@@ -392,10 +415,10 @@ class FakeCuda:
     # --- streams and events -------------------------------------------------------------------------------------------
 
     def _cuStreamCreate(self, out: int, flags: int) -> None:
-        self._make(self.streams, Stream(self._here()), out)
+        self._make(self.streams, Stream(self._here(), blocking=not flags & cuda._NON_BLOCKING), out)
 
     def _cuEventCreate(self, out: int, flags: int) -> None:
-        self._make(self.events, Event(self._here()), out)
+        self._make(self.events, Event(self._here(), spins=not flags & cuda._BLOCKING_SYNC), out)
 
     def _make(self, table: dict[int, _V], made: _V, out: int) -> None:
         handle = next(_handles)
@@ -413,8 +436,8 @@ class FakeCuda:
         if event is None or stream is None or event.device != stream.device:
             return INVALID_HANDLE
         event.recorded += 1
-        event.captured = stream.capturing
-        stream.add(Work(partial(setattr, event, "done", event.recorded)))
+        event.captured_in = stream.captured_in
+        self._add(stream, Work(partial(setattr, event, "done", event.recorded)))
         return 0
 
     def _cuStreamWaitEvent(self, where: int, handle: int, flags: int) -> int:
@@ -422,12 +445,14 @@ class FakeCuda:
         if event is None or stream is None:
             return INVALID_HANDLE
         recorded = event.recorded
-        stream.add(Work(lambda: None, ready=lambda: event.done >= recorded))
+        if event.captured_in is not None:
+            stream.captured_in = event.captured_in
+        self._add(stream, Work(lambda: None, ready=lambda: event.done >= recorded))
         return 0
 
     def _cuEventQuery(self, handle: int) -> int:
         event = self.events.get(handle)
-        if event is None or event.captured:
+        if event is None or event.captured_in is not None:
             return INVALID_HANDLE if event is None else CAPTURED_EVENT
         if event.holds:
             return 0
@@ -437,18 +462,27 @@ class FakeCuda:
 
     def _cuEventSynchronize(self, handle: int) -> int:
         event = self.events.get(handle)
-        if event is None or event.captured:
+        if event is None or event.captured_in is not None:
             return INVALID_HANDLE if event is None else CAPTURED_EVENT
+        self.spins += event.spins
         return self._do_until(lambda: event.holds)
 
     def _cuStreamSynchronize(self, handle: int) -> int:
         stream = self.streams.get(handle)
-        return INVALID_HANDLE if stream is None else self._do_until(lambda: not stream.queue)
+        if stream is None or stream.captured_in is not None:
+            return INVALID_HANDLE if stream is None else CAPTURE_UNSUPPORTED
+        return self._do_until(lambda: not stream.queue)
 
     def _cuStreamIsCapturing(self, handle: int, out: int) -> int:
         stream = self.streams.get(handle)
-        ctypes.c_int.from_address(out).value = int(stream is not None and stream.capturing)
+        ctypes.c_int.from_address(out).value = int(stream is not None and stream.captured_in is not None)
         return 0 if stream is not None else INVALID_HANDLE
+
+    def _add(self, stream: Stream, work: Work) -> None:
+        """Add work to a stream, behind that of streams it waits for without an event."""
+        others = [one for one in self.streams.values() if one.queue and stream.waits_for(one)]
+        work.behind = [one.queue[-1] for one in others]
+        stream.add(work)
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
@@ -484,7 +518,7 @@ class FakeCuda:
         columns = (column.from_address(address) for address in (to, at, sizes))
         pieces = list(zip(*columns, strict=True))
         for number, piece in enumerate(pieces):
-            if not self._are_valid(*piece, pageable=False):
+            if not piece[2] or not self._are_valid(*piece, pageable=False):
                 ctypes.c_size_t.from_address(failed).value = number
                 return INVALID_VALUE
         return self._copy(pieces, stream, any_order=order == cuda.ANY_ORDER)
@@ -494,6 +528,8 @@ class FakeCuda:
         found = find(self.allocations, address, nbytes) or find(self.registered, address, nbytes)
         if isinstance(found, Allocation) and found.device != device:
             return None
+        if isinstance(found, HostSpan) and found.device not in (None, device):
+            return found if pageable else None
         if found is None and pageable and not overlapping(self.registered, address, nbytes):
             how = permissions(address, nbytes)
             return HostSpan(address, nbytes, read_only="w" not in how) if how.startswith("r") else None
@@ -535,7 +571,7 @@ class FakeCuda:
                 target.write(to, one)
 
         work = Work(run, read=read, reads_early=any_order)
-        stream.add(work)
+        self._add(stream, work)
         return 0
 
     # --- memory of another process ------------------------------------------------------------------------------------

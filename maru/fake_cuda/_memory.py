@@ -87,6 +87,8 @@ class HostSpan:
     nbytes: int
     read_only: bool
     """Whether the device may only read it."""
+    device: int | None = None
+    """The device whose context it is pinned for; ``None`` for all."""
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Return bytes of the memory."""

@@ -273,6 +273,28 @@ def test_the_buffer_is_not_filled_again_before_it_was_read(monkeypatch):
     assert every_order(store, DEPTH) > 10
 
 
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_a_copy_sleeps_until_its_end_and_does_not_wait_for_the_default_stream(way):
+    with device() as there:
+        gate = threading.Event()
+        there.fake.kernel(there.fake.default_stream(), lambda: None, gate)
+        getattr(there.copier, way)(there.pieces.of([0], there.pages.part(0, 1)))
+        assert not there.fake.spins
+        there.fake.open_gate(gate)
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_a_copy_behind_an_event_of_a_graph_that_is_captured_does_not_count_as_made(way):
+    """It would be part of the graph."""
+    with device() as there:
+        compute, captured = there.compute_stream(), there.driver.event()
+        there.fake.capture(compute)
+        there.driver.record(captured, compute)
+        with pytest.raises(Unproven, match="CAPTURED_EVENT"):
+            getattr(there.copier, way)(there.pieces.of([0], there.pages.part(0, 1)), [captured])
+        there.fake.end_capture(compute)
+
+
 class Pressed(BaseException):
     """What the handler of a signal raises, such as KeyboardInterrupt."""
 

@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 
+from backends import Unproven
 from maru.base.memory.cuda import CudaError
 from maru.fake_cuda import every_order
 from tests.backends import test_copier as copier
 from tests.engines import test_vllm_on_a_device as chunks
+from tests.maru import test_cuda as calls
 from tests.support.planted import device as P
 
 Finder = Callable[..., object]
-FOUND = (AssertionError, CudaError, pytest.fail.Exception)
+FOUND = (AssertionError, CudaError, Unproven, pytest.fail.Exception)
 LOAD, STORE = chunks.loads_behind_what_is_queued, chunks.stores_what_was_computed
 
 LOAD_WAITS = copier.test_in_every_order_of_streams_a_load_comes_after_what_it_waits_for
 STORE_WAITS = copier.test_in_every_order_of_streams_a_store_reads_what_was_computed_before
 ONE_CALL_FAILS = copier.test_where_any_one_call_fails_nothing_is_under_way_and_nothing_leaks
+SLEEPS = copier.test_a_copy_sleeps_until_its_end_and_does_not_wait_for_the_default_stream
 BUFFER = copier.test_the_buffer_is_not_filled_again_before_it_was_read
 
 PLANTED: list[tuple[Callable[[Any], None], Finder]] = [
@@ -38,6 +41,10 @@ PLANTED: list[tuple[Callable[[Any], None], Finder]] = [
     ),
     (P.the_buffer_is_used_again_too_early, BUFFER),
     (P.the_buffer_is_filled_behind_its_copy, BUFFER),
+    (P.memory_is_pinned_for_one_device, calls.test_memory_is_pinned_for_all_devices),
+    (P.copies_wait_for_the_default_stream, partial(SLEEPS, "store")),
+    (P.copies_wait_for_the_default_stream, partial(SLEEPS, "load")),
+    (P.a_thread_that_waits_for_a_copy_spins, partial(SLEEPS, "store")),
 ]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from maru.base.memory import cuda
 from maru.base.memory.cuda import CudaError, NoDriver, find_driver
+from maru.base.memory.memory import Memory
 from maru.fake_cuda import CHECKS, FakeCuda, every_order, use
 
 
@@ -115,6 +116,41 @@ def test_an_attached_thread_leaves_a_capture_of_the_engine_alone(fake):
     driver.record(event, stream)
     with pytest.raises(CudaError, match="CAPTURED_EVENT"):
         driver.query(event)
+
+
+def test_a_stream_that_waits_for_a_captured_event_joins_the_capture(fake):
+    driver = find_driver()
+    driver.attach(0)
+    engines, ours, event = driver.stream(), driver.stream(), driver.event()
+    fake.capture(engines)
+    driver.record(event, engines)
+    driver.wait(ours, event)
+    assert driver.is_capturing(ours)
+    with pytest.raises(CudaError, match="CAPTURE_UNSUPPORTED"):
+        driver.synchronize_stream(ours)
+    fake.end_capture(engines)
+    assert not driver.is_capturing(ours)
+
+
+def test_memory_is_pinned_for_all_devices():
+    memory = Memory.private(1 << 16)
+    with use(FakeCuda(devices=2)) as driver:
+        driver.attach(0)
+        driver.register(memory.address, 1 << 16)
+        driver.attach(1)
+        device, stream = driver.allocate(1 << 16), driver.stream()
+        driver.copy(stream, *_columns((device, memory.address, 8)), load=True)
+        driver.synchronize_stream(stream)
+
+
+def test_a_piece_without_bytes_is_refused(fake, host):
+    address, _ = host
+    driver = find_driver()
+    driver.attach(0)
+    driver.register(address, 1 << 16)
+    device, stream = driver.allocate(1 << 16), driver.stream()
+    with pytest.raises(CudaError, match="copy 1 of 2"):
+        driver.copy(stream, *_columns((device, address, 8), (device + 8, address, 0)), load=True)
 
 
 def test_the_copy_that_was_refused_is_named(fake, host):

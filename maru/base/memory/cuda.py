@@ -46,7 +46,8 @@ BATCH_CALL: Final = "cuMemcpyBatchAsync"
 _NOT_READY: Final = 600
 _NOT_SUPPORTED: Final = 801
 _NON_BLOCKING: Final = 1
-_BLOCKING_SYNC_NO_TIMING: Final = 1 | 2
+_BLOCKING_SYNC: Final = 1
+_NO_TIMING: Final = 2
 _THREAD_LOCAL: Final = 1
 _RELAXED: Final = 2
 _NOT_CAPTURING: Final = 0
@@ -354,7 +355,7 @@ class Driver:
 
         Synchronizing with it sleeps.
         """
-        return Event(self._get("cuEventCreate", c_void_p(), _BLOCKING_SYNC_NO_TIMING))
+        return Event(self._get("cuEventCreate", c_void_p(), _BLOCKING_SYNC | _NO_TIMING))
 
     def destroy_stream(self, stream: Stream) -> None:
         """Destroy a stream once its work is done."""

@@ -10,7 +10,9 @@ from backends.base.copier import Copier, Event, Pieces, copier_of
 from backends.base.copier._copier import _Lane
 from backends.base.pages import Pages
 from backends.device import DeviceBlocks
+from maru.base.memory import cuda
 from maru.base.memory.cuda import Driver
+from maru.fake_cuda import _fake
 
 
 def pieces_are_loaded_in_another_order(patch: Any) -> None:
@@ -100,3 +102,19 @@ def the_buffer_is_filled_behind_its_copy(patch: Any) -> None:
         del self._begin
 
     patch.setattr(_Lane, "_portion", filled_later)
+
+
+def memory_is_pinned_for_one_device(patch: Any) -> None:
+    """Another device copies it as pageable memory, or refuses it."""
+    patch.setattr(cuda, "PORTABLE", 0)
+
+
+def copies_wait_for_the_default_stream(patch: Any) -> None:
+    """The engine's work there and copies come one after the other."""
+    patch.setattr(cuda, "_NON_BLOCKING", 0)
+    patch.setattr(_fake, "_PATIENCE", 0.1)
+
+
+def a_thread_that_waits_for_a_copy_spins(patch: Any) -> None:
+    """Each copy that is waited for takes a processor."""
+    patch.setattr(cuda, "_BLOCKING_SYNC", 0)
