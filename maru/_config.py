@@ -73,212 +73,213 @@ class ServerConfig:
         "",
         "a host name or an address, or empty",
         r"[\w.:%\[\]*-]*",
-        "Where to listen for TCP. Empty: nowhere. Published clients expect 127.0.0.1, where only this user's processes may "
-        "connect. Any host but this one needs CURVE keys, or insecure.",
+        "TCP address to listen on. Empty: no TCP. Published clients expect 127.0.0.1, which only this user's "
+        "processes may connect to. An address beyond this host needs CURVE keys, or insecure.",
     )
     port: int = _knob.integer(
-        5555,
-        0,
-        65_535,
-        "The port, where there is a host: published clients expect this one. 0: any free one, told when ready.",
+        5555, 0, 65_535, "TCP port; published clients expect 5555. 0: any free port, printed in the ready line."
     )
     ipc: bool = _knob.flag(True, "Listen on a Unix socket in runtime_dir, which only this user can reach.")
     zmq_socket: bool = _knob.flag(
         False,
-        "Speak ZeroMQ at maru.sock there, for published clients on this host; clients of ours come over channel.sock. Its "
-        "connections cannot be bounded: a process of this user that opens too many ends the server.",
+        "Speak ZeroMQ at maru.sock in runtime_dir, for published clients on this host; this package's clients use "
+        "channel.sock. Its connections cannot be bounded: a process of this user that opens too many ends the server.",
     )
     runtime_dir: str = _knob.text(
         "",
         "a path",
         _PATH,
-        "Directory of the sockets, made with mode 0700. Empty: pool_path, so that two servers never meet there. At most "
-        "97 bytes, since a Unix socket's name has 107.",
+        "Directory of the sockets, made with mode 0700. Empty: pool_path, so that two servers never share it. At most "
+        "97 bytes, since the name of a Unix socket has at most 107.",
     )
     rm_address: str = _knob.text(
         "auto",
         "host:port, auto, or empty",
         r"(?:[\w.%-]+|\[[\w.:%]+\]):[0-9]{1,5}|auto|",
-        "Where the resource manager that published clients map regions through listens, over TCP; port 0: any free one, told "
-        "at handshake. auto: 127.0.0.1:0 where there is a host, otherwise nowhere, as empty says. It knows no keys: any host "
-        "but this one needs insecure.",
+        "TCP address of the resource manager, through which published clients map regions. Port 0: any free port, "
+        "sent in the handshake. auto: 127.0.0.1:0 if host is set, otherwise none. Empty: none. It has no CURVE keys, "
+        "so an address beyond this host needs insecure.",
     )
     # clients that may connect
     curve_key_file: str = _knob.text(
-        "", "a path", _PATH, "The server's CURVE key pair. Empty: no CURVE, so loopback and Unix sockets only."
+        "", "a path", _PATH, "File with the server's CURVE key pair. Empty: no CURVE, only loopback and Unix sockets."
     )
     curve_clients_file: str = _knob.text(
         "",
         "a path",
         _PATH,
-        "Public keys of the clients that may come in, one a line. Empty: any that knows the server's, which over TCP needs "
-        "insecure.",
+        "File with the public keys of the allowed clients, one per line. Empty: every client that knows the server's "
+        "key, which needs insecure over TCP.",
     )
     insecure: bool = _knob.flag(
-        False, "Listen beyond this host without CURVE: every host that reaches the port may read, drop and map. Warns."
+        False,
+        "Listen beyond this host without CURVE, and log a warning: every host that reaches the port may read and "
+        "drop keys, and map regions.",
     )
-    allow_shutdown: bool = _knob.flag(False, "Whether a SHUTDOWN message ends the server, as SIGTERM does.")
+    allow_shutdown: bool = _knob.flag(False, "End the server on a SHUTDOWN message, as on SIGTERM.")
     # events of its keys
     kv_events: str = _knob.text(
         "",
         "ipc, host:port, or empty",
         r"ipc|(?:[\w.%-]+|\[[\w.:%]+\]):[0-9]{1,5}|",
-        "Where to publish KV events, which routers follow. ipc: at kv-events.sock and kv-answers.sock in runtime_dir, which "
-        "only this user can reach. host:port: there, and for what readers ask at the next port; needs curve_key_file or "
-        "kv_events_insecure. Empty: nowhere.",
+        "Address of the KV events for routers. ipc: kv-events.sock and kv-answers.sock in runtime_dir, which only "
+        "this user can reach. host:port: that port, and the next one for requests of readers; needs curve_key_file or "
+        "kv_events_insecure. Empty: no events.",
     )
-    kv_events_topic: str = _knob.text("", "a text", _ANY, "The first frame of each event; llm-d expects kv@pod@model.")
+    kv_events_topic: str = _knob.text("", "a text", _ANY, "First frame of each event; llm-d expects kv@pod@model.")
     kv_events_keys: KeyForm = _knob.choice(
         "hex",
         KeyForm,
-        "How a key becomes a block hash. hex: the bytes that it is the hexadecimal text of; other keys are not told. "
-        "text: its UTF-8 bytes.",
+        "Conversion of a key to a block hash. hex: the key is decoded as hexadecimal; other keys are not published. "
+        "text: the UTF-8 bytes of the key.",
     )
     kv_events_insecure: bool = _knob.flag(
-        False,
-        "Publish over TCP without CURVE: every process that reaches the port may read which keys there are, and nothing else.",
+        False, "Publish over TCP without CURVE: every process that reaches the port may read the names of keys."
     )
     # output
-    log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
-    json_logs: bool = _knob.flag(False, "One JSON object a line instead of text, the ready line included.")
+    log_level: LogLevel = _knob.choice("info", LogLevel, "Lowest level that is logged.")
+    json_logs: bool = _knob.flag(False, "Log one JSON object per line instead of text, including the ready line.")
     # the pool
     pool_path: str = _knob.text(
         "",
         "a path",
         _PATH,
-        "Directory of the regions' files, the journal, the secret and the sockets, made with mode 0700; one server has "
-        "it at a time. Empty: /dev/shm/maru-UID.",
+        "Directory of the region files, the journal, the secret and the sockets, made with mode 0700; for one server "
+        "at a time. Empty: /dev/shm/maru-UID.",
     )
     dax_path: str = _knob.text(
         "",
         "a path",
         _PATH,
-        "A DAX device, a file taken for one, or a directory, that holds the regions instead; or memfd: files without a "
-        "name, which no restart finds again. pool_path keeps the rest.",
+        "DAX device, file used as one, or directory for the regions; memfd: unnamed files, which are lost on a "
+        "restart. Other files stay in pool_path. Empty: pool_path.",
     )
     capacity_bytes: int = _knob.size(
         0,
         0,
         1 << 50,
-        "Most bytes in regions. 0: all that is free at the start but for a tenth. Reserved region by region.",
+        "Largest size of all regions, reserved one by one. 0: nine tenths of the space free at the start.",
     )
     huge_pages: bool = _knob.flag(
         True,
-        "Reserve regions in pages of 2 MiB where the kernel makes them when told to (Linux 6.1, in a tmpfs): fewer "
-        "faults and faster copies. Off: small pages.",
+        "Reserve regions in pages of 2 MiB if the kernel allows it (Linux 6.1, in a tmpfs): fewer faults and faster "
+        "copies. Off: small pages.",
     )
     high_watermark: float = _knob.fraction(
-        0.95, 0.01, 1.0, "An owner's regions are fuller than this: its least recently used keys go ahead of need."
+        0.95, 0.01, 1.0, "Use of an owner's regions above which its least recently used keys are evicted early."
     )
     low_watermark: float = _knob.fraction(
-        0.9, 0.0, 1.0, "Down to here, so that evictions come in batches. At most high_watermark."
+        0.9, 0.0, 1.0, "Use of an owner's regions down to which eviction goes, in batches. At most high_watermark."
     )
     watermark_interval: float = _knob.seconds(
         0.1,
         0.01,
         1.0,
-        "How often watermarks and leases are checked. An owner fills about a GiB in that time. If a check is late by as much "
-        "again, the server stood still, and that time counts for no lease.",
+        "Time between checks of watermarks and leases. An owner fills about 1 GiB in that time. If a check is late by "
+        "as much again, the server was stopped, and that time does not count against leases.",
     )
     quota_instance_bytes: int = _knob.size(
         0,
         0,
         1 << 50,
-        "Most bytes of values under keys of one instance; beyond, its own least recently used go. Pages and regions "
-        "do not count. 0: no quota.",
+        "Largest total size of the values of one instance; beyond it, its own least recently used keys are evicted. "
+        "Pages and regions do not count. 0: no quota.",
     )
-    quota_tenant_bytes: int = _knob.size(0, 0, 1 << 50, "The same for all instances of a tenant together. 0: no quota.")
+    quota_tenant_bytes: int = _knob.size(0, 0, 1 << 50, "Quota of all instances of a tenant together. 0: no quota.")
     instance_quotas: tuple[str, ...] = _knob.texts(
-        (), "names with sizes, as name=64GiB", _QUOTA, "Exceptions from quota_instance_bytes, by instance_id."
+        (), "names with sizes, as name=64GiB", _QUOTA, "Exceptions to quota_instance_bytes, by instance_id."
     )
     tenant_quotas: tuple[str, ...] = _knob.texts(
-        (), "names with sizes, as name=64GiB", _QUOTA, "Exceptions from quota_tenant_bytes, by tenant."
+        (), "names with sizes, as name=64GiB", _QUOTA, "Exceptions to quota_tenant_bytes, by tenant."
     )
     # sessions
     session_lease: float = _knob.seconds(
         10.0,
         0.1,
         3_600.0,
-        "How long a client of ours may be silent. Its pins and regions outlive it by so much; so does quiet time.",
+        "Lease of clients that request none: the longest silence before a session ends. Its pins and regions outlive "
+        "the client by that time, and the quiet time after a restart lasts as long.",
     )
     min_lease: float = _knob.seconds(
-        1.0, 0.05, 3_600.0, "Least lease a client may ask for: it renews at a third of it."
+        1.0, 0.05, 3_600.0, "Shortest lease that a client may request; it renews after a third of it."
     )
-    max_lease: float = _knob.seconds(60.0, 0.05, 3_600.0, "Most a client may ask for: a restart may wait that long.")
+    max_lease: float = _knob.seconds(60.0, 0.05, 3_600.0, "Longest lease of a client; a restart may wait that long.")
     lease_grace: float = _knob.seconds(
-        1.0, 0.0, 600.0, "How much later than told a lease ends, so that the client knows before its pages go."
+        1.0, 0.0, 600.0, "Time added to each lease, so that the client notices its end before its pages are reused."
     )
     v1_read_grace: float = _knob.seconds(
-        30.0, 0.0, _DAY, "How long a key that a published client looked up is kept: it reads without a pin."
+        30.0, 0.0, _DAY, "Time that a published client's lookup keeps a key, since that client reads without a pin."
     )
     max_sessions: int = _knob.integer(
-        4_096, 1, 1 << 20, "Sessions at once, some kB each. Further handshakes are refused."
+        4_096, 1, 1 << 20, "Largest number of sessions at once, some kB each. Further handshakes are refused."
     )
     # durability
-    journal: bool = _knob.flag(True, "Write down what is acknowledged, so that a restart finds it again.")
+    journal: bool = _knob.flag(True, "Record acknowledged changes in a journal, so that a restart restores them.")
     journal_sync: JournalSync = _knob.choice(
         "never",
         JournalSync,
-        "When the journal is fsynced. never: it survives a kill, which is all /dev/shm can; second: a crash of the "
-        "machine costs a second; each: replies wait for it.",
+        "Time of the journal's fsync. never: the journal survives a killed server, but no crash of the machine, as "
+        "all of /dev/shm; second: a crash of the machine loses up to a second; each: replies wait for it.",
     )
     segment_bytes: int = _knob.size(
         512 << 10,
         64 << 10,
         4 << 30,
-        "A journal segment's size; full ones are folded into the snapshot by a process beside. What is in the last one is "
-        "replayed at the start: up to 10 ms of batches, 30 ms of single keys.",
+        "Size of a journal segment. A separate process folds full segments into the snapshot. The last segment is "
+        "replayed at the start: up to 10 ms for batches, 30 ms for single keys.",
     )
     index: IndexUse = _knob.choice(
         "auto",
         IndexUse,
-        "Whether clients on this host may look keys up in shared memory, without a message. auto: where the machine keeps "
-        "loads and stores in order (x86). A file in pool_path for each tenant that reads: 96 to 400 bytes a key, "
-        "at least 1.5 MiB; all together at most 192 bytes for each of max_entries, or 96 MiB.",
+        "Lookup of keys in shared memory by clients on this host, without a message. auto: if the machine keeps loads "
+        "and stores in order (x86). Each reading tenant has a file in pool_path: 96 to 400 bytes per key, at least "
+        "1.5 MiB; all files have at most 192 bytes per key of max_entries, or 96 MiB.",
     )
     # limits
     max_message_bytes: int = _knob.size(
-        MAX_FRAME_BYTES, 4 << 10, 256 << 20, "Largest message; ZeroMQ disconnects a peer that sends a larger one."
+        MAX_FRAME_BYTES, 4 << 10, 256 << 20, "Largest message. ZeroMQ disconnects a peer that sends a larger one."
     )
     max_keys: int = _knob.integer(
-        MAX_KEYS, 64, MAX_KEYS, "Keys in a batch: a context of a million tokens, which hold the loop for some 10 ms."
+        MAX_KEYS, 64, MAX_KEYS, "Keys in a batch: a context of a million tokens, which blocks the loop for some 10 ms."
     )
     max_key_bytes: int = _knob.integer(
-        MAX_KEY_BYTES, 32, MAX_KEY_BYTES, "Length of a key in UTF-8; those of vLLM and LMCache have about 100."
+        MAX_KEY_BYTES, 32, MAX_KEY_BYTES, "Longest key in bytes of UTF-8; keys of vLLM and LMCache have about 100."
     )
-    max_entries: int = _knob.integer(4_000_000, 1, 1 << 30, "Keys in all, about half a kB of the server's memory each.")
+    max_entries: int = _knob.integer(
+        4_000_000, 1, 1 << 30, "Maximum keys, each about half a kB of the server's memory."
+    )
     max_in_flight: int = _knob.integer(
-        256, 1, 65_536, "Requests of one client that wait for memory at once. Four times what published clients send."
+        256, 1, 65_536, "Requests of one client that may wait for memory at once: four times a published client's."
     )
     high_water_mark: int = _knob.integer(
-        256,
-        64,
-        1 << 20,
-        "Replies that ZeroMQ queues for one client: four times what it has under way. Those beyond are dropped, and counted.",
+        256, 64, 1 << 20, "ZeroMQ replies queued for one client: four times its requests. More are dropped and counted."
     )
     max_unread_bytes: int = _knob.size(
         64 << 20,
         64 << 10,
         1 << 40,
-        "Bytes of replies that wait for one client. A client with more that does not read is disconnected. A client of ours "
-        "has at most 28 MiB under way.",
+        "Unread bytes of replies to one client. A client that exceeds this and does not read is disconnected. This "
+        "package's clients have at most 28 MiB in flight.",
     )
     max_unread_bytes_together: int = _knob.size(
-        256 << 20, 1 << 20, 1 << 40, "The same for all clients together. The client with the most goes first."
+        256 << 20,
+        1 << 20,
+        1 << 40,
+        "Unread bytes to all clients. Beyond it, the client with the most is disconnected first.",
     )
     max_regions: int = _knob.integer(
-        16_384, 1, 65_536, "Regions in all: a list of them is a message of about a MiB. Further ones are no room."
+        16_384, 1, 65_536, "Largest number of regions, a list of about 1 MiB. Beyond it, the pool counts as full."
     )
     max_connections: int = _knob.integer(
         1_000,
         1,
         1 << 16,
-        "Connections at once over TCP, and as many to the resource manager; fewer where the process may not have four times as "
-        "many descriptors.",
+        "Largest number of TCP connections, and as many to the resource manager; fewer if the process may not open "
+        "four times as many descriptors.",
     )
-    linger: float = _knob.seconds(0.2, 0.0, 10.0, "How long replies may still leave after the socket was closed.")
+    linger: float = _knob.seconds(0.2, 0.0, 10.0, "Time to send queued replies after the socket is closed.")
     drain_timeout: float = _knob.seconds(
-        0.5, 0.0, 60.0, "How long SIGTERM waits for what is being allocated. With linger it stays below a second."
+        0.5, 0.0, 60.0, "Time that SIGTERM waits for allocations in progress. With linger it stays below a second."
     )
 
     def __attrs_post_init__(self) -> None:
@@ -399,62 +400,63 @@ class MaruConfig:
         "",
         "tcp://host:port or ipc://path, or empty",
         r"(tcp://[^\x00\s]+:[0-9]{1,5}|ipc://[^\x00]+)",
-        "Where the server is. Empty: the Unix socket of this user's server, ipc:///dev/shm/maru-UID/maru.sock. A published "
-        "deployment says tcp://localhost:5555.",
+        "URL of the server. Empty: the Unix socket of this user's server, ipc:///dev/shm/maru-UID/maru.sock. "
+        "Published deployments use tcp://localhost:5555.",
         default_server_url,
     )
     instance_id: str = _knob.text(
-        "", "a text", _ANY, "The owner of the regions. Empty: a new random name at each connect."
+        "", "a text", _ANY, "Name of the instance that owns the regions. Empty: a new random name at each connect."
     )
-    pool_size: int = _knob.size(100 << 20, 0, _TIB, "Bytes of the first region. 0: only read, and own none.")
-    chunk_size_bytes: int = _knob.size(1 << 20, 1, 1 << 34, "Bytes of a page: one key's largest value.")
-    timeout_ms: int = _knob.integer(2_000, 1, 3_600_000, "Milliseconds to wait for an answer of the server.")
-    max_inflight: int = _knob.integer(64, 1, 65_536, "Requests without an answer at once; further ones wait.")
-    eager_map: bool = _knob.flag(True, "Map other owners' regions when connecting; otherwise when first read.")
-    auto_expand: bool = _knob.flag(True, "Take another region when no page is free and none could be reclaimed.")
-    expand_size: int = _knob.size(0, 0, _TIB, "Bytes of such a further region. 0: as many as pool_size.")
+    pool_size: int = _knob.size(100 << 20, 0, _TIB, "Bytes of the first region. 0: only read, without a region.")
+    chunk_size_bytes: int = _knob.size(1 << 20, 1, 1 << 34, "Bytes of a page: the largest value of one key.")
+    timeout_ms: int = _knob.integer(2_000, 1, 3_600_000, "Time to wait for an answer of the server, in milliseconds.")
+    max_inflight: int = _knob.integer(64, 1, 65_536, "Largest number of requests in flight; further ones wait.")
+    eager_map: bool = _knob.flag(True, "Map the regions of other owners when connecting. Off: when first read.")
+    auto_expand: bool = _knob.flag(True, "Take another region if no page is free and none can be reclaimed.")
+    expand_size: int = _knob.size(0, 0, _TIB, "Bytes of each further region. 0: pool_size.")
     auto_connect: bool = _knob.flag(
-        False, "Connect when first used: without a call of connect, or where a block of trio was entered."
+        False, "Connect on the first request, instead of in connect() or on entering the handler's async block."
     )
     rm_address: str = _knob.text(
-        "", "host:port, or empty", r"(\S+:[0-9]{1,5})?", "The resource manager of a published server; a handshake wins."
+        "",
+        "host:port, or empty",
+        r"(\S+:[0-9]{1,5})?",
+        "Resource manager of a published server; the handshake takes precedence.",
     )
-    enable_stats: bool = _knob.flag(False, "Report what this client does to the server's statistics.")
-    use_async_rpc: bool = _knob.flag(True, "Accepted and not used: every call here is pipelined.")
+    enable_stats: bool = _knob.flag(False, "Report this client's operations to the server's statistics.")
+    use_async_rpc: bool = _knob.flag(True, "Accepted and ignored: every call here is pipelined.")
 
-    tenant: str = _knob.text("", "a text", _ANY, "Whose quota this instance's bytes count against.")
+    tenant: str = _knob.text("", "a text", _ANY, "Tenant whose quota the bytes of this instance count against.")
     namespace: str = _knob.text(
-        "", "a text", _ANY, "Model, dtype and rank: salts every key, so that equal tokens of two models never meet."
+        "", "a text", _ANY, "Model, dtype and rank, as a salt of keys: equal tokens of two models never share a key."
     )
-    checksums: bool = _knob.flag(
-        True, "Store a checksum with each page and verify it when it is loaded: 0.3 of a memcpy."
-    )
+    checksums: bool = _knob.flag(True, "Store a checksum with each page and verify it on load; costs 0.3 of a memcpy.")
     lease: float = _knob.seconds(
-        10.0, 0.05, 3_600.0, "How long this client may be silent before the server takes back its pins and regions."
+        10.0, 0.05, 3_600.0, "Longest silence of this client before the server takes back its pins and regions."
     )
-    max_regions: int = _knob.integer(256, 1, 65_536, "Regions of its own at most: auto_expand stops there.")
+    max_regions: int = _knob.integer(256, 1, 65_536, "Largest number of own regions; auto_expand stops there.")
     dax_path: str = _knob.text(
         "",
         "a path",
         _PATH,
-        "The DAX device, or the file taken for one, that regions may lie in. Empty: in none; what is mapped is a file of "
-        "this user, closed to others.",
+        "DAX device, or file used as one, that may hold regions. Empty: none; only files of this user that are closed "
+        "to others are mapped.",
     )
     protocol: Protocol = _knob.choice(
         "auto",
         Protocol,
-        "What is spoken: own, published, or auto: own, and published only over a Unix socket that a process of this user "
-        "serves in a directory closed to others. A published server names the files that are mapped and written.",
+        "Protocol to use: own, published, or auto: own, and published only over a Unix socket that a process of this "
+        "user serves in a directory closed to others. A published server names the files that are mapped and written.",
     )
     index: IndexUse = _knob.choice(
         "auto",
         IndexUse,
-        "Whether keys are looked up and loaded over the server's index in shared memory, without a message. auto: where a "
-        "server of ours on this host offers one.",
+        "Lookup and load of keys through the server's index in shared memory, without a message. auto: if a server of "
+        "this package on this host offers one.",
     )
-    curve_key_file: str = _knob.text("", "a path", _PATH, "This client's CURVE key pair. Empty: no CURVE.")
+    curve_key_file: str = _knob.text("", "a path", _PATH, "File with this client's CURVE key pair. Empty: no CURVE.")
     curve_server_key: str = _knob.text(
-        "", "40 characters of Z85, or empty", r"([0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40})?", "The server's public key."
+        "", "40 characters of Z85, or empty", r"([0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40})?", "Server's public key."
     )
 
     def __attrs_post_init__(self) -> None:

@@ -16,17 +16,17 @@ from .base.commands import Commands
     places={
         "describe": (
             "maru._cli.describe:command",
-            "Say what server this is: version, endpoints, pool, limits, journal.",
+            "Show a server's version, endpoints, pool, limits and journal.",
         ),
-        "ping": ("maru._cli.ping:command", "Measure round trips; exit code 1 when an answer is lost."),
-        "query": ("maru._cli.query:command", "Show where a key lies, its owner and its readers."),
-        "usage": ("maru._cli.usage:command", "Show what each instance has of the pool."),
-        "top": ("maru._cli.top:command", "Watch a server: what it does in a second, and how full it is."),
-        "doctor": ("maru._cli.doctor:command", "Find what would go wrong here before it does."),
-        "bench": ("maru.bench._command:command", "Measure each figure beside its limit, in one run."),
+        "ping": ("maru._cli.ping:command", "Measure round trips to a server."),
+        "query": ("maru._cli.query:command", "Show the place, the owner and the pins of a key."),
+        "usage": ("maru._cli.usage:command", "Show each instance's share of the pool."),
+        "top": ("maru._cli.top:command", "Watch a server's requests and usage."),
+        "doctor": ("maru._cli.doctor:command", "Check this host for problems of a page store."),
+        "bench": ("maru.bench._command:command", "Measure the page store against the machine's limits."),
     },
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(None, "-V", "--version", package_name="trio-offload", message="%(package)s %(version)s")
 def main() -> None:
-    """Inspect the page store. `maru-server` starts one."""
+    """Inspect a page store, which `maru-server` starts."""

@@ -27,8 +27,8 @@ _SECTION = "server"
 def _command(ctx: click.Context, /, config_file: str | None, print_config: bool, **values: object) -> None:
     """Serve a pool of shared memory to the clients of this host.
 
-    By default the pool is a directory in /dev/shm, and the server listens on a Unix socket in the pool's directory, which
-    only this user can reach. Published clients want TCP as well: --host 127.0.0.1.
+    By default the pool is a directory in /dev/shm, and the server listens on a Unix socket in that directory, which only
+    this user can reach. Published clients also need TCP: --host 127.0.0.1.
     """
     options = given_knobs(_SECTION, {name: _lowered(name, value) for name, value in values.items()})
     try:
@@ -90,8 +90,8 @@ main: click.Command = Program(
     callback=_command,
     help=_command.__doc__,
     params=[
-        click.Option(["--config", "config_file"], metavar="FILE", help="A TOML file; its [server] table is read."),
-        click.Option(["--print-config"], is_flag=True, help="Print the configuration as TOML, and leave."),
+        click.Option(["--config", "config_file"], metavar="FILE", help="TOML file; its [server] table is read."),
+        click.Option(["--print-config"], is_flag=True, help="Print the configuration as TOML, and exit."),
         *[knob_option(knob, _SECTION, {"json_logs": "--json/--no-json"}) for knob in knobs()],
     ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -97,15 +97,15 @@ def server_options(function: Callable[..., None]) -> Callable[..., None]:
                 "--timeout",
                 type=_seconds,
                 metavar="SECONDS",
-                help="How long to wait for an answer.  [default: MARU_CLIENT__TIMEOUT_MS, or 2]",
+                help="Time for an answer, in seconds.  [default: MARU_CLIENT__TIMEOUT_MS, or 2]",
             ),
             click.option(
                 "--config",
                 "config_file",
                 metavar="FILE",
-                help="A TOML file; its [client] table says where the server is, and which CURVE keys to use.",
+                help="TOML file whose [client] table has the server's URL and the CURVE keys.",
             ),
-            click.option("--json", "as_json", is_flag=True, help="Print JSON for machines."),
+            click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         )
     ):
         decorated = option(decorated)

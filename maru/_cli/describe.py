@@ -41,9 +41,9 @@ class Description:
 @click.command()
 @server_options
 def command(options: ServerOptions) -> None:
-    """Say what server this is: version, epoch, endpoints, pool, limits, sessions, journal.
+    """Show a server's version, epoch, endpoints, pool, limits, sessions and journal.
 
-    A published server says less. What it does say includes GET_STATS, which begins its intervals anew.
+    A published server reports less. The request to it includes GET_STATS, which restarts its reporting intervals.
     """
     with open_connection(options) as server:
         description = describe(server)

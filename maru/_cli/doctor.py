@@ -43,15 +43,17 @@ class Place(NamedTuple):
 
 @click.command()
 @server_options
-@click.option("--pool-path", metavar="DIR", help="Of the pool.  [default: the server's, or MARU_SERVER__POOL_PATH]")
-@click.option("--dax-path", metavar="PATH", help="What holds regions instead.  [default: MARU_SERVER__DAX_PATH]")
-@click.option("--capacity-bytes", metavar="SIZE", help="What regions may take together.  [default: the server's]")
-@click.option("--pin", is_flag=True, help="Clients pin regions for CUDA: look at locked memory, too.")
+@click.option("--pool-path", metavar="DIR", help="Pool directory.  [default: the server's, or MARU_SERVER__POOL_PATH]")
+@click.option(
+    "--dax-path", metavar="PATH", help="DAX device or directory of regions.  [default: MARU_SERVER__DAX_PATH]"
+)
+@click.option("--capacity-bytes", metavar="SIZE", help="Largest total size of regions.  [default: the server's]")
+@click.option("--pin", is_flag=True, help="Check locked memory too, for clients that pin for CUDA.")
 def command(target: ServerOptions, pin: bool, **options: str | None) -> None:
-    """Find what would go wrong here: space and memory behind regions, permissions, descriptors, sockets.
+    """Check space, memory, permissions, descriptors and sockets of a pool.
 
-    A page without memory behind it is a SIGBUS in the process that touches it, not an error; so check before. Works with a
-    server and without one. Exit code 1 if something will fail.
+    A page without memory causes a SIGBUS in the process that touches it, instead of an error; so check before. Works with
+    and without a running server. Exit code 1 if something will fail.
     """
     given = {
         f"server.{name}": (f"--{name.replace('_', '-')}", text) for name, text in options.items() if text is not None

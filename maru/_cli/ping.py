@@ -19,20 +19,20 @@ from ._connection import ServerOptions, open_connection, probe_address, server_o
 
 @click.command()
 @server_options
-@click.option("-n", "--count", type=click.IntRange(1), default=10, show_default=True, help="Round trips.")
+@click.option("-n", "--count", type=click.IntRange(1), default=10, show_default=True, help="Number of round trips.")
 @click.option(
     "--interval",
     type=FiniteRange(0, 3_600),
     default=0.1,
     show_default=True,
     metavar="SECONDS",
-    help="Between two of them.",
+    help="Time between two round trips, in seconds.",
 )
 def command(options: ServerOptions, count: int, interval: float) -> None:
-    """Measure round trips, with a HEARTBEAT each.
+    """Measure round trips of HEARTBEAT messages.
 
-    The first one, which connects, does not count. Exit code 1 when an answer is lost; 3, as for every
-    command, when the server does not answer at all.
+    The first one, which connects, does not count. Exit code 1 if an answer is lost; 3, as for every
+    command, if the server does not answer at all.
     """
     times: list[float] = []
     with open_connection(options) as server:

@@ -43,10 +43,10 @@ class Whereabouts:
 @server_options
 @click.argument("key")
 def command(options: ServerOptions, key: str) -> None:
-    """Say where KEY lies: region, offset, length, generation, checksum, owner, pins.
+    """Show the region, offset, length, generation, checksum, owner and pins of KEY.
 
-    With the tenant and the namespace of the configuration, as a client would. Asking is no use of the key. Exit code 1
-    when it is not there.
+    The tenant and the namespace come from the configuration, as for a client. A query does not count as a use of the key.
+    Exit code 1 if there is no such key.
     """
     name = key
     if options.config.tenant or options.config.namespace:

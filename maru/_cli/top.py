@@ -37,14 +37,14 @@ _ROWS_BESIDE = 24
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between two looks.",
+    help="Time between two samples, in seconds.",
 )
-@click.option("--once", is_flag=True, help="Look twice, one interval apart, show that, and leave.")
+@click.option("--once", is_flag=True, help="Take two samples one interval apart, print one report, and exit.")
 def command(options: ServerOptions, interval: float, once: bool) -> None:
-    """Watch a server: requests per second, how full it is, and what each instance has. Ends on q or Ctrl-C.
+    """Watch a server: requests per second, and its usage by instance.
 
-    With --json, one object a line. Each look includes GET_STATS, which restarts the server's reporting intervals for all
-    other programs that read them.
+    Ends on q or Ctrl-C. With --json, prints one JSON document per line. Each sample includes GET_STATS, which restarts the
+    server's reporting intervals for all other programs that read them.
     """
     with open_connection(options) as server:
         before = take_sample(server)

@@ -9,17 +9,17 @@ import click
 from .shown import group_of
 
 BENCHES: Final = {
-    "rpc": "Requests, as a share of a bare echo.",
-    "data": "Bytes into pages and out of them, as a share of memcpy.",
+    "rpc": "Measure requests, as a share of a bare echo.",
+    "data": "Measure copies into and out of pages, as a share of memcpy.",
 }
 
 command: click.Group = group_of(
     "maru bench",
     "maru.bench._",
     BENCHES,
-    """Measure what the page store costs, each figure beside its limit and in the same run.
+    """Measure the page store, each figure next to a limit of the machine.
 
-    A limit is what the machine at hand can do without this package: a bare echo over ZeroMQ, or memcpy. The server is a
-    maru-server of the bench's own, with a pool of its own in /dev/shm, and is ended with it.
+    A limit is the speed of this machine without this package, in the same run: a bare echo over ZeroMQ, or memcpy. The
+    bench starts a maru-server with a pool of its own in /dev/shm, and ends it.
     """,
 )

@@ -48,7 +48,7 @@ def group_of(
         text: the help text of the group.
         options: an option of a bench, by the name of its command. Its value is a second argument of ``rows``.
     """
-    group = ProgramGroup("bench", help=text, short_help="Measure each figure beside its limit.")
+    group = ProgramGroup("bench", help=text, short_help="Measure figures next to the limits of the machine.")
     own = options or {}
 
     def bench(name: str, given: Mapping[str, object]) -> Bench:
@@ -68,15 +68,15 @@ def group_of(
 
     for name, help_text in benches.items():
         add(name, help_text, [name])
-    add("all", "All of them, in this order.", list(benches))
+    add("all", "Run all benches, in this order.", list(benches))
     return group
 
 
 def _shared_options() -> list[click.Option]:
     return [
-        click.Option(["--json", "as_json"], is_flag=True, help="Print a list of rows for machines."),
-        click.Option(["--repeat"], type=click.IntRange(1), default=9, show_default=True, help="Repetitions at most."),
-        click.Option(["--quick"], is_flag=True, help="Small sizes: shows that it runs, not how fast."),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print JSON: a list of rows."),
+        click.Option(["--repeat"], type=click.IntRange(1), default=9, show_default=True, help="Maximum repetitions."),
+        click.Option(["--quick"], is_flag=True, help="Use small sizes, only to test that the bench runs."),
     ]
 
 

@@ -26,31 +26,31 @@ class SocketOptions:
     """
 
     send_high_water_mark: int = _knob.integer(
-        1_024, 1, 1 << 20, "Messages that wait for one peer on the way out; then send waits and send_nowait raises."
+        1_024, 1, 1 << 20, "Messages queued to one peer; at this number send waits and send_nowait raises."
     )
     """Messages that wait to be sent to one peer.
 
     When there are as many, ``send`` waits and ``send_nowait`` raises.
     """
     receive_high_water_mark: int = _knob.integer(
-        1_024, 1, 1 << 20, "Messages of one peer that wait to be received; then its sender waits."
+        1_024, 1, 1 << 20, "Received messages of one peer that are queued; at this number its sender waits."
     )
     """Messages of one peer that wait to be received.
 
     When there are as many, its sender waits.
     """
     max_message_bytes: int = _knob.size(
-        16 << 20,
-        64,
-        256 << 20,
-        "Largest frame. A peer that sends a larger one is disconnected, and the frame is dropped.",
+        16 << 20, 64, 256 << 20, "Largest frame. A peer that sends a larger one is disconnected, and the frame dropped."
     )
     """Largest frame in bytes.
 
     A peer that sends a larger one is disconnected, and the frame is dropped.
     """
     max_unread_bytes: int = _knob.size(
-        64 << 20, 4 << 10, 1 << 40, "At a ROUTER that tracks its peers: what may wait for one that does not read."
+        64 << 20,
+        4 << 10,
+        1 << 40,
+        "Unread bytes to one peer of a ROUTER that tracks them: then the peer is disconnected.",
     )
     """Bytes that may wait for one peer of a ROUTER with ``on_gone``.
 
@@ -60,62 +60,59 @@ class SocketOptions:
         256 << 20,
         4 << 10,
         1 << 40,
-        "The same for all peers: beyond, those that do not read are disconnected, the one with the most first.",
+        "Unread bytes to all peers. Beyond it, non-readers are disconnected, the one with the most first.",
     )
     """Bytes that may wait for all of its peers together.
 
     If they exceed this, peers that do not read are disconnected, the one with the most first.
     """
-    max_frames: int = _knob.integer(16, 2, 1_024, "Frames of a message; one with more is dropped and counted.")
+    max_frames: int = _knob.integer(16, 2, 1_024, "Frames of a message; a message with more is dropped and counted.")
     """Frames of a message; one with more is dropped and counted."""
     linger: float = _knob.seconds(
-        0.0, 0.0, 10.0, "How long what was sent may still leave after closing; closing takes as long at most."
+        0.0, 0.0, 10.0, "Time to send queued messages after closing; closing takes at most as long."
     )
     """Seconds for sent messages to leave after closing.
 
     Closing takes at most as long.
     """
     reconnect_interval: float = _knob.seconds(
-        0.01, 0.001, 60.0, "Wait before the first attempt to connect again; each further one waits twice as long."
+        0.01, 0.001, 60.0, "Wait before the first attempt to connect again; each further wait is twice as long."
     )
     """Seconds before the first attempt to connect again.
 
     Each further wait is twice as long.
     """
-    reconnect_interval_max: float = _knob.seconds(0.5, 0.001, 600.0, "Longest such wait.")
+    reconnect_interval_max: float = _knob.seconds(0.5, 0.001, 600.0, "Longest wait before an attempt to connect again.")
     """Most seconds of such a wait."""
     handshake_timeout: float = _knob.seconds(
-        5.0, 0.01, 600.0, "How long the handshake of a connection may take before it is dropped."
+        5.0, 0.01, 600.0, "Time for the handshake of a connection; a slower connection is dropped."
     )
     """Most seconds of a connection's handshake, before it is dropped."""
-    backlog: int = _knob.integer(512, 1, 65_535, "Connections that wait to be accepted.")
+    backlog: int = _knob.integer(512, 1, 65_535, "Connections that may wait to be accepted.")
     """Connections that wait to be accepted."""
     heartbeat_interval: float = _knob.seconds(
-        0.0,
-        0.0,
-        3_600.0,
-        "How often the peer is asked for a sign of life. 0: never. A stopped process answers none, and is disconnected.",
+        0.0, 0.0, 3_600.0, "Time between heartbeats. 0: none. A stopped process does not answer, and is disconnected."
     )
     """Seconds between two heartbeats to the peer; 0: none.
 
     A stopped process does not answer, and is disconnected.
     """
-    heartbeat_timeout: float = _knob.seconds(5.0, 0.01, 3_600.0, "How long to wait for that sign.")
+    heartbeat_timeout: float = _knob.seconds(5.0, 0.01, 3_600.0, "Time to wait for the answer to a heartbeat.")
     """Seconds to wait for the answer to a heartbeat."""
     tcp_keepalive: float = _knob.seconds(
-        30.0, 0.0, 86_400.0, "Silence after which TCP looks whether the other host is there, four times. 0: never."
+        30.0, 0.0, 86_400.0, "Silence after which TCP probes the other host, four times. 0: never."
     )
     """Seconds of silence until TCP probes the other host; 0: never.
 
     It does so four times. A stopped process still passes.
     """
-    immediate: bool = _knob.flag(False, "Queue only for peers that are connected; otherwise also for those to come.")
+    immediate: bool = _knob.flag(False, "Queue only for connected peers. Off: also for peers to come.")
     """Whether to queue only for peers that are connected.
 
     Otherwise messages wait for the connection.
     """
     router_mandatory: bool = _knob.flag(
-        True, "Whether a ROUTER says that a peer is gone or its queue full; otherwise it drops silently."
+        True, "Raise in a ROUTER if a peer is gone or its queue is full. Off: drop the message silently."
     )
     """Whether a ROUTER reports a gone peer or a full queue.
 
@@ -125,8 +122,8 @@ class SocketOptions:
         100e-6,
         0.0,
         0.01,
-        "How long a lone waiter looks for its message itself before it sleeps. 0: not at all. Sleeping and waking take "
-        "longer than a reply of a near peer; where it does not come in that time, ever fewer waits begin so.",
+        "Time that a lone waiter polls for its message before it sleeps. 0: none. Sleeping and waking take longer "
+        "than a reply of a near peer; if replies take longer than this, fewer and fewer waits begin with polling.",
     )
     """Seconds that a lone waiter polls before it sleeps; 0: none.
 
