@@ -197,8 +197,7 @@ class ServerConfig:
         10.0,
         0.1,
         3_600.0,
-        "Lease of clients that request none: the longest silence before a session ends. Its pins and regions outlive "
-        "the client by that time, and the quiet time after a restart lasts as long.",
+        "Longest silence of clients that request no lease. Their pins and regions, and quiet time, last as long.",
     )
     min_lease: float = _knob.seconds(
         1.0, 0.05, 3_600.0, "Shortest lease that a client may request; it renews after a third of it."
