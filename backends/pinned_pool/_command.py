@@ -29,9 +29,10 @@ _log = logging.getLogger(__name__)
 
 @click.pass_context
 def _command(ctx: click.Context, /, config_file: str | None, print_config: bool, **values: object) -> None:
-    """Keep pinned host memory for the processes of this host, in chunks, a pool for each of them.
+    """Serve pinned host memory to processes of this host, one pool each.
 
-    Engines take blocks from it with backends.pinned_pool.ServerPinnedMemoryPool. This user's find it at 127.0.0.1:8073.
+    A pool consists of chunks. Engines take blocks from it with backends.pinned_pool.ServerPinnedMemoryPool. Engines of this
+    user find it at 127.0.0.1:8073.
     """
     options = given_knobs(SECTION, values)
     try:
@@ -115,10 +116,10 @@ command: click.Command = click.Command(
     "pinned-pool",
     callback=_command,
     help=_command.__doc__,
-    short_help="Keep pinned host memory for many processes.",
+    short_help="Serve pinned host memory to many processes.",
     params=[
-        click.Option(["--config", "config_file"], metavar="FILE", help=f"A TOML file; its [{SECTION}] table is read."),
-        click.Option(["--print-config"], is_flag=True, help="Print the configuration as TOML, and leave."),
+        click.Option(["--config", "config_file"], metavar="FILE", help=f"TOML file; its [{SECTION}] table is read."),
+        click.Option(["--print-config"], is_flag=True, help="Print the configuration as TOML, and exit."),
         *[knob_option(knob, SECTION, {"json_logs": "--json/--no-json"}) for knob in knobs()],
     ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -39,52 +39,47 @@ class PinnedPoolConfig:
     """
 
     host: str = _knob.text(
-        "127.0.0.1",
-        "a host name or an address",
-        r"[\w.:%-]+",
-        "Where it listens over TCP, if insecure is set.",
+        "127.0.0.1", "a host name or an address", r"[\w.:%-]+", "TCP address to listen on, if insecure is set."
     )
     port: int = _knob.integer(
-        8073,
-        0,
-        65_535,
-        "Where clients expect it: of TCP, and in the name of the Unix socket. 0: any free one.",
+        8073, 0, 65_535, "TCP port, and part of the Unix socket's name; clients expect 8073. 0: any free port."
     )
     insecure: bool = _knob.flag(
         False,
-        "Listen over TCP, too, for other users and other hosts. Clients are not identified: every process that reaches the "
-        "port may take a pool. Warns.",
+        "Also listen over TCP, for other users and hosts, and log a warning. Clients are not identified: every "
+        "process that reaches the port may take a pool.",
     )
     pool_memory_size: int = _knob.integer(
-        4096, 1, 1 << 24, "MiB of all clients' pools together. Taken as clients ask for their pools."
+        4096, 1, 1 << 24, "Total size of all clients' pools, in MiB. Taken as clients request their pools."
     )
     chunk_size: int = _knob.size(
         4 * MIB,
         4096,
         1 << 30,
-        "Bytes of a chunk, a power of two: an allocation has whole ones. Smaller wastes less, larger makes shorter lists.",
+        "Size of a chunk, a power of two; allocations use whole chunks. Small ones waste less, large ones make "
+        "shorter lists.",
     )
     pin: Pin = _knob.choice(
         "auto",
         Pin,
-        "How memory is pinned. cuda: cudaHostRegister; lock: mlock; auto: cuda where there is a device, else lock, and "
-        "a warning where the limit allows neither; none: not.",
+        "Method of pinning. cuda: cudaHostRegister; lock: mlock; none: no pinning; auto: cuda if there is a device, "
+        "else lock, with a warning if the limit allows neither.",
     )
     huge_pages: bool = _knob.flag(
-        True, "Allocate pools in pages of 2 MiB where the kernel makes them when told to (Linux 6.1). Off: small pages."
+        True, "Allocate pools in pages of 2 MiB if the kernel allows it (Linux 6.1). Off: small pages."
     )
     shared_memory: bool = _knob.flag(
-        True, "Let clients of this host and user map their pool. Off: every byte goes through the socket."
+        True, "Let clients of this host and user map their pool. Off: all bytes go through the socket."
     )
     runtime_dir: str = _knob.text(
         "",
         "a path",
         r"[^\x00]*",
-        "Directory of the Unix sockets, made with mode 0700. Empty: /dev/shm/pinned-pool-UID, where clients look.",
+        "Directory of the Unix sockets, made with mode 0700. Empty: /dev/shm/pinned-pool-UID, the clients' default.",
     )
-    max_clients: int = _knob.integer(256, 1, 65_536, "Clients at once; further ones are turned away.")
-    log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
-    json_logs: bool = _knob.flag(False, "One JSON object a line instead of text, the ready line included.")
+    max_clients: int = _knob.integer(256, 1, 65_536, "Maximum clients at once; further ones are refused.")
+    log_level: LogLevel = _knob.choice("info", LogLevel, "Lowest level that is logged.")
+    json_logs: bool = _knob.flag(False, "Log one JSON object per line instead of text, including the ready line.")
 
     def __attrs_post_init__(self) -> None:
         if not self.insecure and not is_loopback(self.host):

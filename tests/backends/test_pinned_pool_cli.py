@@ -30,7 +30,7 @@ def test_help_has_every_knob() -> None:
     for knob in knobs():
         assert f"--{knob.name.removeprefix('pinned_pool.').replace('_', '-')}" in text
         assert knob.variable in "".join(text.split()) or knob.variable in text
-    assert "Keep pinned host memory" in text
+    assert "Serve pinned host memory" in text
 
 
 def test_printed_configuration_gives_itself_again(tmp_path: Path) -> None:
