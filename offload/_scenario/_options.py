@@ -58,25 +58,25 @@ def seeds_text(seeds: range) -> str:
 
 # --- options that several commands have ---------------------------------------------------------------------------
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for machines.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 system_option = click.option(
     "--system",
     default="",
     metavar="MODULE:FACTORY",
-    help="The cache to test, as a factory of the adapter contract.  [default: the pipelines of this package]",
+    help="Factory of the cache to test, by the adapter contract.  [default: the pipelines of this package]",
 )
 processes_option = click.option(
     "--processes",
     type=click.IntRange(1, 1_024),
     metavar="P",
-    help="Worker processes.  [default: one for each core; none for a few runs]",
+    help="Number of worker processes.  [default: one per core; none for a few runs]",
 )
 mix_option = click.option(
     "--mix",
     type=click.Choice(["standard", "engine"]),
     default="standard",
     show_default=True,
-    help="Random programs for pipelines, or for engines of several tiers.",
+    help="Random programs: for pipelines, or for engines of several tiers.",
 )
 watchdog_option = click.option(
     "--watchdog",
@@ -84,7 +84,7 @@ watchdog_option = click.option(
     metavar="TIME",
     default="60s",
     show_default=True,
-    help="Real time after which a run that does not end is killed, and counts as a livelock.",
+    help="Real time after which an unfinished run is killed, and counts as a livelock.",
 )
 
 

@@ -49,7 +49,7 @@ _SHRINKING = 5.0
 @click.command()
 @click.argument("system", metavar="MODULE:FACTORY")
 @click.option(
-    "--for", "seconds", type=seconds_of, metavar="TIME", default="40s", show_default=True, help="To spend in all."
+    "--for", "seconds", type=seconds_of, metavar="TIME", default="40s", show_default=True, help="Total time to spend."
 )
 @click.option(
     "--keep",
@@ -66,14 +66,15 @@ _SHRINKING = 5.0
     metavar="TIME",
     default="5s",  # runs are of a few containers here
     show_default=True,
-    help="Real time after which a run that does not end is killed, and counts as a livelock.",
+    help="Real time after which an unfinished run is killed, and counts as a livelock.",
 )
 @json_option
 def command(system: str, seconds: float, keep: str, processes: int | None, watchdog: float, as_json: bool) -> None:
-    """Judge a cache of your own: a factory of the adapter contract, as in mycache:open_cache.
+    """Test a cache of your own: MODULE:FACTORY, such as mycache:open_cache.
 
-    Finds out which seams it uses, tests each promise that these allow, and spends the rest of the time on random programs.
-    Each scenario that fails is saved as a file that repeats it. The exit code is 1 when something failed.
+    The factory follows the adapter contract. The command detects which seams it uses, tests each promise that these allow,
+    and spends the rest of the time on random programs. Each failing scenario is saved as a file that repeats it. The exit
+    code is 1 if something failed.
     """
     check_system(system)
     began = perf_counter()

@@ -34,14 +34,20 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE [FILE]")
 @click.option(
-    "--seed", "seeds", type=click.IntRange(0, (1 << 63) - 1), multiple=True, metavar="N", help="Of one run; twice."
+    "--seed",
+    "seeds",
+    type=click.IntRange(0, (1 << 63) - 1),
+    multiple=True,
+    metavar="N",
+    help="Seed of one run; given twice.",
 )
 @system_option
 @json_option
 def command(files: tuple[str, ...], seeds: tuple[int, ...], system: str, as_json: bool) -> None:
-    """Find the first event at which two runs differ: one file with two seeds, or two files; a saved trace counts as a run.
+    """Find the first event at which two runs differ.
 
-    The exit code is 0 when they are the same and 1 when they are not, as with diff.
+    Compares one file with two seeds, or two files; a saved trace counts as a run. The exit code is 0 if they are the same
+    and 1 if they are not, as with diff.
     """
     if len(files) > 2 or len(seeds) > 2 or len(files) * max(1, len(seeds)) == 1:
         raise click.UsageError("two runs are needed: FILE --seed A --seed B, or FILE FILE; a file may be a saved trace")

@@ -76,19 +76,19 @@ def _actions_of(text: str) -> tuple[Action, ...]:
 
 @click.command()
 @click.argument("file")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Replaces the seed of the file.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Seed to use instead of the file's.")
 @click.option(
     "--actions",
     type=_actions_of,
     metavar="ACTIONS",
     default="cancel",
     show_default=True,
-    help=f"Some of {', '.join(ACTIONS)}.",
+    help=f"Actions to run at each spot: some of {', '.join(ACTIONS)}.",
 )
-@click.option("--pairs", is_flag=True, help="Every two cancels of different containers as well.")
-@click.option("--only", metavar="SPOT", help="Run one spot: ACTION@HOOK:CONTAINER:VISIT, or two with + between them.")
+@click.option("--pairs", is_flag=True, help="Also run every pair of cancels of different containers.")
+@click.option("--only", metavar="SPOT", help="Run only this spot: ACTION@HOOK:CONTAINER:VISIT, or two joined by +.")
 @click.option(
-    "--save", type=output_file(SCENARIO), metavar="FILE", help="With --only: save that run as a scenario file."
+    "--save", type=output_file(SCENARIO), metavar="FILE", help="Save that run as a scenario file; with --only."
 )
 @system_option
 @processes_option
@@ -106,9 +106,9 @@ def command(
     watchdog: float,
     as_json: bool,
 ) -> None:
-    """Run a scenario once for every container and every visit of a hook, and cancel it there.
+    """Run a scenario once per container and visited hook, and cancel there.
 
-    The search is exhaustive: the table shows every spot there is. The expectations of the file are left out, since a cancel
+    The search is exhaustive: the table shows every spot. The expectations of the file are left out, since a cancel
     changes the outcome; the invariants are checked.
     """
     check_system(system)

@@ -20,12 +20,15 @@ from ._output import plural, show
 
 @click.command("from-incident")
 @click.argument("file")
+@click.option("--out", type=output_file(SCENARIO), metavar="FILE", help="Output file.  [default: next to FILE]")
 @click.option(
-    "--out", type=output_file(SCENARIO), metavar="FILE", help="The file for the scenario.  [default: beside FILE]"
+    "--last",
+    type=FiniteRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Use only the records of the last SECONDS.",
 )
-@click.option("--last", type=FiniteRange(min=0, min_open=True), metavar="SECONDS", help="Only the newest records.")
 def command(file: str, out: str | None, last: float | None) -> None:
-    """Make a scenario of a recording: the same stores, timings and faults, in virtual time."""
+    """Make a scenario of a recording: the same stores, timings and faults."""
     recording = read(file)
     try:
         scenario = from_incident(recording, name=f"from {Path(file).name}", last=last)

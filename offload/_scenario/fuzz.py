@@ -63,10 +63,8 @@ _KEPT = 100
 
 
 @click.command()
-@click.option("--seeds", type=seed_range, metavar="A..B", help="A range of seeds, both included.  [default: 0..999]")
-@click.option(
-    "--for", "seconds", type=seconds_of, metavar="TIME", help="Keep running from the first seed for this time."
-)
+@click.option("--seeds", type=seed_range, metavar="A..B", help="Range of seeds, both ends included.  [default: 0..999]")
+@click.option("--for", "seconds", type=seconds_of, metavar="TIME", help="Time to run for, from the first seed on.")
 @mix_option
 @system_option
 @processes_option
@@ -75,7 +73,7 @@ _KEPT = 100
     "--keep",
     type=output_directory,
     metavar="DIR",
-    help="Save every failing program in this directory, as a scenario file.",
+    help="Save each failing program in this directory, as a scenario file.",
 )
 @json_option
 def command(
@@ -88,9 +86,10 @@ def command(
     keep: str | None,
     as_json: bool,
 ) -> None:
-    """Run random programs, one for each seed, and judge each by the invariants and by the bytes of every load.
+    """Run random programs, one per seed, and check each.
 
-    A seed always gives the same program and the same run. The exit code is 1 when something failed.
+    Checks the invariants and the bytes of every load. A seed always gives the same program and the same run. The exit code
+    is 1 if something failed.
     """
     check_mix(mix, system)
     check_system(system)

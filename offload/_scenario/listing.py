@@ -14,7 +14,10 @@ from ._output import plural, print_json, show
 @click.argument("places", nargs=-1, metavar="[DIR]...")
 @json_option
 def command(places: tuple[str, ...], as_json: bool) -> None:
-    """List the scenario files of directories, by default of the current one, each with its subject."""
+    """List scenario files with their subjects.
+
+    Searches the given directories, by default the current one.
+    """
     files = files_in(places or ["."])
     if as_json:
         print_json([_as_dict(file) for file in files])

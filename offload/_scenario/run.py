@@ -65,8 +65,8 @@ _KINDS: Final = {"--trace": PERFETTO, "--save-trace": RUN_TRACE}
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Replaces the seed of the file.")
-@click.option("--seeds", type=seed_range, metavar="A..B", help="Run each file with each of these seeds, both included.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Seed to use instead of the file's.")
+@click.option("--seeds", type=seed_range, metavar="A..B", help="Seeds to run each file with, both ends included.")
 @system_option
 @processes_option
 @watchdog_option
@@ -74,13 +74,13 @@ _KINDS: Final = {"--trace": PERFETTO, "--save-trace": RUN_TRACE}
     "--trace",
     type=output_file(PERFETTO),
     metavar="OUT.json",
-    help="Write the run for Perfetto (ui.perfetto.dev). For a single run.",
+    help="Write the run for Perfetto (ui.perfetto.dev); for a single run only.",
 )
 @click.option(
     "--save-trace",
     type=output_file(RUN_TRACE),
     metavar="OUT.trace",
-    help="Write the trace for `offload scenario diff`. For a single run.",
+    help="Write the trace for `offload scenario diff`; for a single run only.",
 )
 @click.option("--junit", type=output_file(JUNIT), metavar="OUT.xml", help="Write the verdicts as JUnit XML.")
 @click.option("--real", is_flag=True, help="Run with real components and in real time instead of virtual time.")
@@ -90,7 +90,7 @@ _KINDS: Final = {"--trace": PERFETTO, "--save-trace": RUN_TRACE}
     default=1.0,
     show_default=True,
     metavar="X",
-    help="With --real: milliseconds of real time for each millisecond of the scenario.",
+    help="Milliseconds of real time per millisecond of the scenario; with --real.",
 )
 @json_option
 def command(
@@ -107,9 +107,9 @@ def command(
     pace: float,
     as_json: bool,
 ) -> None:
-    """Run scenario files, or all in a directory, and check what must hold.
+    """Run scenario files, or those of a directory, and check their expectations.
 
-    The exit code is 0 when everything held, 1 when something did not, and 2 when a file is invalid.
+    The exit code is 0 if all expectations hold, 1 if one does not, and 2 if a file is invalid.
     """
     if seed is not None and seeds is not None:
         raise click.UsageError("--seed and --seeds exclude each other")

@@ -9,7 +9,7 @@ from ._output import print_json
 
 @click.command()
 def command() -> None:
-    """Print the JSON schema of scenario files, as editors use it."""
+    """Print the JSON schema of scenario files, for editors."""
     from offload.testing.scenarios._schema import schema
 
     print_json(schema())

@@ -30,13 +30,13 @@ _NOT_KNOBS = {"source", "to", "policies", "chain", "optional_chain"}
 
 @click.command("show")
 @click.argument("file")
-@click.option("--steps", is_flag=True, help="Write out every step of the load, as it will run.")
+@click.option("--steps", is_flag=True, help="Print each step of the load, as it will run.")
 @click.option(
-    "--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Replaces the seed of the file, for the load."
+    "--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Seed for the load, instead of the file's."
 )
 @json_option
 def command(file: str, steps: bool, seed: int | None, as_json: bool) -> None:
-    """Show a scenario's program: its tiers, steps, faults and expectations."""
+    """Show the tiers, steps, faults and expectations of a scenario."""
     if not steps:
         refuse(("seed",), "needs --steps, which writes out the load")
     found = one_file(file)

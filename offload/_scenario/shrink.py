@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("file", required=False)
 @click.option(
-    "--fuzz-seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Shrink the random program of this seed."
+    "--fuzz-seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Seed of the random program to shrink."
 )
 @mix_option
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Replaces the seed of the file.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Seed to use instead of the file's.")
 @click.option(
     "--out",
     type=output_file(SCENARIO),
     metavar="FILE",
-    help="The file for the small program.  [default: regression-N.scenario.toml]",
+    help="Output file of the small program.  [default: regression-N.scenario.toml]",
 )
 @click.option(
     "--budget",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     metavar="TIME",
     default=f"{BUDGET:g}s",
     show_default=True,
-    help="The most real time to spend.",
+    help="Longest real time to spend.",
 )
 @click.option(
     "--watchdog",
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     metavar="TIME",
     default=f"{RUN_TIMEOUT:g}s",
     show_default=True,
-    help="Real time after which a program that does not end is killed, and counts as a livelock.",
+    help="Real time after which an unfinished program is killed, and counts as a livelock.",
 )
 @system_option
 @json_option
@@ -91,9 +91,10 @@ def command(
     system: str,
     as_json: bool,
 ) -> None:
-    """Reduce a failing program to few steps and faults that still break one of the rules it breaks, and save it.
+    """Reduce a failing program to fewer steps and faults, and save it.
 
-    Programs run in a child process, so that one which hangs or crashes can be shrunk too.
+    The small program still breaks one of the rules that the original breaks. Programs run in a child process, so that a
+    hanging or crashing program can be shrunk too.
     """
     if (file is None) == (fuzz_seed is None):
         raise click.UsageError("name a FILE, or a random program with --fuzz-seed N")
