@@ -60,8 +60,8 @@ _log = logging.getLogger("offload.daemon")
 def _command(ctx: click.Context, /, config_file: str | None, check: bool, print_config: bool, **values: object) -> None:
     """Serve the tiers and pipelines of this host to its inference engines.
 
-    Without CONFIG.toml there are two tiers: host memory, and pages of a Maru server that the daemon embeds. Engines of this
-    user find it with offload.client.
+    Without CONFIG.toml there are two tiers: host memory, and pages of a Maru server in the daemon. Engines of this user
+    find it with offload.client.
     """
     try:
         settings = read_settings(config_file or "", given_knobs(SECTION, values))
@@ -267,8 +267,8 @@ command: click.Command = click.Command(
     short_help="Serve the tiers of this host to its inference engines.",
     params=[
         click.Argument(["config_file"], required=False, metavar="[CONFIG.toml]"),
-        click.Option(["--check"], is_flag=True, help="Say whether the settings are valid, and leave."),
-        click.Option(["--print-config"], is_flag=True, help="Print every setting and where it was set, and leave."),
+        click.Option(["--check"], is_flag=True, help="Check the settings, and exit."),
+        click.Option(["--print-config"], is_flag=True, help="Print every setting and its origin, and exit."),
         *[knob_option(knob, SECTION) for knob in daemon_knobs()],
     ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -77,131 +77,139 @@ class DaemonConfig:
         "",
         "a path",
         r"[^\x00]*",
-        "Directory of the sockets, made with mode 0700; one daemon has it at a time. Empty: /dev/shm/offload-daemon-UID, where "
-        "engines look.",
+        "Directory of the sockets, made with mode 0700; for one daemon at a time. Empty: /dev/shm/offload-daemon-UID, "
+        "the engines' default.",
         lambda: default_directory(),
     )
     block_bytes: int = _knob.size(
         0,
         0,
         1 << 34,
-        "Size of every block. 0: the first cache that is registered says it, and the tiers are opened then. A daemon holds "
-        "blocks of one size.",
+        "Size of every block. 0: the size of the first registered cache, when the tiers are opened. All blocks of a "
+        "daemon have one size.",
     )
     host_bytes: int = _knob.size(
-        1 << 30, 1 << 12, 1 << 50, "Host memory for blocks, where [engine] names no tiers. Populated behind the start."
+        1 << 30,
+        1 << 12,
+        1 << 50,
+        "Host memory for blocks, if [engine] names no tiers. Populated in the background after the start.",
     )
     maru_server_url: str = _knob.text(
         "",
         "ipc://path, tcp://host:port, or empty",
         r"(?:ipc|tcp)://.+|",
-        "The Maru server of the last tier, where [engine] names no tiers. Empty: one that the daemon embeds.",
+        "URL of the Maru server of the last tier, if [engine] names no tiers. Empty: a server in the daemon.",
     )
     maru_pool_size_gb: float = _knob.field(
         1.0,
         "GiB from 0 to 65536",
-        "Bytes that this daemon owns in the Maru server's pool, where [engine] names no tiers. 0: no such tier.",
+        "Size of this daemon's part of the Maru server's pool, if [engine] names no tiers. 0: no such tier.",
         _check_gib,
         _as_number,
     )
     maru_instance_id: str = _knob.text(
-        "", "a text", r"[^\x00]*", "The name by which the Maru server knows this daemon. Empty: host name and process."
+        "", "a text", r"[^\x00]*", "Instance ID of this daemon at the Maru server. Empty: host name and process."
     )
     engine_pool_size_gb: float = _knob.field(
         1.0,
         "GiB from 0 to 65536",
-        "Bytes of the embedded Maru server's pool for pages that engines write themselves, all together, beside those of this "
-        "daemon. Taken region by region. 0: no engine may, in whatever page store.",
+        "Size of the embedded Maru server's pool for pages that engines write themselves, in addition to the daemon's "
+        "own. Taken region by region. 0: no engine may write pages, in any page store.",
         _check_gib,
         _as_number,
     )
     max_sessions: int = _knob.integer(
-        64, 1, 4_096, "Engines at once, and those whose memory is being given back. Further ones are turned away."
+        64, 1, 4_096, "Maximum engines at once, including those whose memory is being freed. Further ones are refused."
     )
     lease: float = _knob.seconds(
         30.0,
         0.1,
         3_600.0,
-        "How long an engine may be silent. Then its session ends, and what it held is given back. Its client is heard from "
-        "three times as often, unless its process is stopped.",
+        "Longest silence of an engine before its session ends and its holds are released. Its client sends a sign of "
+        "life three times as often, unless its process is stopped.",
     )
     drain_timeout: float = _knob.seconds(
         10.0,
         0.0,
         3_600.0,
-        "How long the end waits for stores and loads under way. What has not ended then is dropped, and the exit code says so.",
+        "Time that shutdown waits for stores and loads in progress. Unfinished ones are dropped, and the exit code "
+        "reports it.",
     )
     tenants_file: str = _knob.text(
         "",
         "a path",
         r"[^\x00]*",
-        'A TOML file, closed to other users, with a line NAME = "CREDENTIAL" in [tenants] for each tenant, or a table '
-        "[tenants.NAME] with credential and quota. Engines show one. Read again at SIGHUP. Empty: there is one tenant, and no "
-        "credential.",
+        'TOML file, closed to other users, with a line NAME = "CREDENTIAL" in [tenants] for each tenant, or a table '
+        "[tenants.NAME] with credential and quota. Engines show a credential. Read again at SIGHUP. Empty: one "
+        "tenant, no credential.",
     )
     admin: str = _knob.text(
         "auto",
         "auto, off, ipc, or ipc://PATH",
         r"auto|off|ipc|ipc://.+",
-        "Where operators come, with the token: `offload describe`, `drain`, `quarantine`. ipc: admin.sock in runtime_dir. "
-        "ipc://PATH: there, in a directory that is made with mode 0700. auto: ipc, unless there are tenants and no "
-        "admin_token_file, since engines of this user can read what lies in runtime_dir.",
+        "Socket of the operators, who show the token: `offload describe`, `drain`, `quarantine`. ipc: admin.sock in "
+        "runtime_dir. ipc://PATH: PATH, in a directory that is made with mode 0700. off: none. auto: ipc, or off if "
+        "there are tenants and no admin_token_file, since engines of this user can read files in runtime_dir.",
     )
     admin_token_file: str = _knob.text(
         "",
         "a path",
         r"[^\x00]*",
-        "A file with the token of operators, closed to other users. Read again at SIGHUP. Empty: a file beside their "
-        "socket, named as that is (admin.sock: admin.token), which the daemon writes at its start.",
+        "File with the token of operators, closed to other users. Read again at SIGHUP. Empty: a file next to their "
+        "socket, with its name (admin.sock: admin.token), which the daemon writes at its start.",
     )
     status: str = _knob.text(
         "",
         "ipc, host:port, or empty",
         r"ipc|(?:127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|",
-        "Where the status page is served over HTTP, with /healthz, /readyz and /metrics, without a credential. ipc: "
-        "status.sock in runtime_dir. Only of this host: it tells names of tiers and keys. Empty: nowhere.",
+        "Address of the status page over HTTP, with /healthz, /readyz and /metrics, without a credential. ipc: "
+        "status.sock in runtime_dir. host:port: of this host only, since the page shows names of tiers and keys. "
+        "Empty: none.",
     )
     kv_events: str = _knob.text(
         "",
         "ipc, host:port, or empty",
         r"ipc|(?:[\w.%-]+|\[[\w.:%]+\]):[0-9]{1,5}|",
-        "Where to publish which blocks come to the tiers and go. ipc: at kv-events.sock and kv-answers.sock in "
-        "runtime_dir. host:port: there, and at the next port for what readers missed; needs kv_events_insecure. Empty: none.",
+        "Address of the KV events: which blocks enter and leave the tiers. ipc: kv-events.sock and kv-answers.sock in "
+        "runtime_dir. host:port: that port, and the next one for missed events; needs kv_events_insecure. Empty: no "
+        "events.",
     )
     kv_events_topic: str = _knob.text(
-        "", "a text", r"[^\x00]*", "The first frame of each event; llm-d expects kv@pod@model."
+        "", "a text", r"[^\x00]*", "First frame of each event; llm-d expects kv@pod@model."
     )
     kv_events_insecure: bool = _knob.flag(
         False,
-        "Publish over TCP: every process that reaches the port may read which keys there are; with tenants, how many blocks.",
+        "Publish over TCP: every process that reaches the port may read the names of keys; with tenants, the number "
+        "of blocks.",
     )
     pinned_pool: bool = _knob.flag(
         False,
-        "Serve pinned memory as well, as offload pinned-pool does; its settings are in [pinned_pool], and its sockets in this "
-        "runtime_dir, unless another one is set there.",
+        "Serve pinned memory too, as `offload pinned-pool`, with the settings in [pinned_pool]. Its sockets are in "
+        "this runtime_dir, unless another one is set there.",
     )
     # Without a default: two daemons of one user must not share it, and runtime_dir, in memory, does not outlive the host.
     flight_recorder: str = _knob.text(
         "",
         "a path",
         r"[^\x00]*",
-        "A file for the last minutes of what pipelines decide, which `offload incident save` reads while the daemon runs, and "
-        "after it was killed. Keys are hashed. It takes at most one hundredth of the loop's time. Empty: none.",
+        "File for the last minutes of the pipelines' decisions, which `offload incident save` reads while the daemon "
+        "runs and after a kill. Keys are hashed. Recording takes at most one hundredth of the loop's time. Empty: no "
+        "recorder.",
     )
     flight_recorder_bytes: int = _knob.size(
         16 << 20,
         1 << 20,
         64 << 20,
-        "Size of that file, from the start. 16 MiB are minutes of some hundred stores a second.",
+        "Size of the recorder's file, from the start. 16 MiB hold minutes of some hundred stores a second.",
     )
     instruments: tuple[str, ...] = _knob.texts(
         (),
         "a list of module:attribute",
         r"[^\x00:,]+:[^\x00:,]+",
-        "Further observers of the pipelines, each made by calling what it names: offload.opentelemetry:SpanInstrument, or one "
-        "of yours.",
+        "Additional observers of the pipelines, made by calling the named objects: "
+        "offload.opentelemetry:SpanInstrument, or your own.",
     )
-    log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written. Read again at SIGHUP.")
+    log_level: LogLevel = _knob.choice("info", LogLevel, "Lowest level that is logged. Read again at SIGHUP.")
 
     def __attrs_post_init__(self) -> None:
         port = self.status.rpartition(":")[2]

@@ -24,10 +24,10 @@ from ._operator import DaemonOptions, daemon_options, open_engine_side, open_ope
 @click.command()
 @daemon_options
 def command(options: DaemonOptions) -> None:
-    """Find what is wrong with a daemon, or will be: sockets and their modes, versions, limits, leases, tiers, quarantine.
+    """Check a daemon for present and coming problems.
 
-    Where it embeds a page store, that one's directory, space and memory as well (`maru doctor`). Exit code 1 if something is
-    wrong.
+    Covers sockets and their modes, versions, limits, leases, tiers and quarantine, and the directory, space and memory of an
+    embedded page store (`maru doctor`). Exit code 1 if something is wrong.
     """
     facts, described = _look(options)
     findings = [*examine_daemon(facts), *_page_store(described)]

@@ -80,21 +80,21 @@ def daemon_options(function: Callable[..., None]) -> Callable[..., None]:
     decorated: Callable[..., None] = with_options
     seconds = FiniteRange(0, 86_400, min_open=True)
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print JSON for machines."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
         click.option(
             "--timeout",
             type=seconds,
             default=10.0,
             show_default=True,
             metavar="SECONDS",
-            help="How long to wait for an answer.",
+            help="Time to wait for an answer, in seconds.",
         ),
     ):
         decorated = option(decorated)
     decorated.__dict__.setdefault("__click_params__", []).extend(
         [knob_option(knob, SECTION) for knob in reversed(daemon_knobs()) if knob.name.partition(".")[2] in _KNOBS]
     )
-    return click.option("--config", "config_file", metavar="CONFIG.toml", help="The daemon's file.")(decorated)
+    return click.option("--config", "config_file", metavar="CONFIG.toml", help="The daemon's TOML file.")(decorated)
 
 
 class Operator:

@@ -42,11 +42,11 @@ _IDENTIFIERS = {"pid"}
 
 @click.command()
 @daemon_options
-@click.option("-n", "--count", type=click.IntRange(1), default=10, show_default=True, help="Round trips.")
+@click.option("-n", "--count", type=click.IntRange(1), default=10, show_default=True, help="Number of round trips.")
 def ping(options: DaemonOptions, count: int) -> None:
-    """Say whether a daemon answers, how it is, and how long a round trip takes.
+    """Show the state of a daemon, and measure round trips to it.
 
-    Needs neither the token nor a credential. Exit code 1 while the daemon is not ready, or drains.
+    Needs neither the token nor a credential. Exit code 1 if the daemon is not ready, or drains.
     """
     times: list[float] = []
     with open_engine_side(options) as daemon:
@@ -73,7 +73,7 @@ def ping(options: DaemonOptions, count: int) -> None:
 @click.command()
 @daemon_options
 def describe(options: DaemonOptions) -> None:
-    """Say what daemon this is: version, listeners, limits, tiers, tenants, the sessions of engines, counters."""
+    """Show a daemon's version, listeners, limits, tiers, tenants, sessions and counters."""
     with open_operator(options) as daemon:
         told = daemon.ask(Describe, Described)
     if options.as_json:
@@ -126,8 +126,8 @@ def _shown(name: str, value: Fact) -> str:
 
 _key_arguments = (
     click.argument("keys", nargs=-1, required=True, metavar="KEY..."),
-    click.option("--text", "as_text", is_flag=True, help="Keys are texts, and not hexadecimal digits."),
-    click.option("--tenant", default="", metavar="NAME", help="Whose keys these are, where the daemon has tenants."),
+    click.option("--text", "as_text", is_flag=True, help="Read keys as texts instead of hexadecimal digits."),
+    click.option("--tenant", default="", metavar="NAME", help="Tenant of the keys, if the daemon has tenants."),
 )
 
 
@@ -148,9 +148,9 @@ def _keys_of(texts: Sequence[str], as_text: bool) -> list[bytes]:
 @daemon_options
 @_of_keys
 def query(options: DaemonOptions, keys: Sequence[str], as_text: bool, tenant: str) -> None:
-    """Say which tiers have the blocks of these KEYs.
+    """Show the tiers that have the blocks of KEYs.
 
-    Asking is no use of them. Exit code 1 when one is in no tier.
+    A query does not count as a use of a block. Exit code 1 if a block is in no tier.
     """
     with open_operator(options) as daemon:
         told = daemon.ask(lambda seq: Inspect(seq, _keys_of(keys, as_text), tenant), Inspected)
@@ -173,7 +173,7 @@ def query(options: DaemonOptions, keys: Sequence[str], as_text: bool, tenant: st
 @daemon_options
 @_of_keys
 def explain(options: DaemonOptions, keys: Sequence[str], as_text: bool, tenant: str) -> None:
-    """Explain why the blocks of these KEYs are, or are not, there."""
+    """Explain why the blocks of KEYs are stored, or are not."""
     with open_operator(options) as daemon:
         told = daemon.ask(lambda seq: Inspect(seq, _keys_of(keys, as_text), tenant), Inspected)
     if options.as_json:
@@ -193,9 +193,10 @@ def explain(options: DaemonOptions, keys: Sequence[str], as_text: bool, tenant: 
 @daemon_options
 @click.pass_context
 def drain(ctx: click.Context, options: DaemonOptions) -> None:
-    """End a daemon as SIGTERM does: refuse new work, wait for what is under way, leave.
+    """Drain and end a daemon, as SIGTERM does.
 
-    Returns when it is drained, and with its exit code: 0, or 5, 6 or 7 where something was dropped.
+    The daemon refuses new work, and waits for work in progress. The command returns when the daemon is drained, with the
+    daemon's exit code: 0, or 5, 6 or 7 if something was dropped.
     """
     with open_operator(options) as daemon:
         limit = daemon.ask(Describe, Described).sections["limits"]["drain_timeout"]
@@ -211,7 +212,10 @@ def drain(ctx: click.Context, options: DaemonOptions) -> None:
 @click.command()
 @daemon_options
 def reload(options: DaemonOptions) -> None:
-    """Have the settings read again, as SIGHUP does, and say which of those that differ were not changed."""
+    """Reload the settings of a daemon, as SIGHUP does.
+
+    Prints the changed settings that need a restart.
+    """
     with open_operator(options) as daemon:
         told = daemon.ask(Reload, Reloaded)
     if options.as_json:
@@ -226,7 +230,7 @@ def reload(options: DaemonOptions) -> None:
 @daemon_options
 @click.argument("level", type=click.Choice(["debug", "info", "warning", "error"]))
 def log_level(options: DaemonOptions, level: str) -> None:
-    """Have a daemon log from this LEVEL on, until its settings are read again."""
+    """Set the log level of a daemon, until its settings are reloaded."""
     with open_operator(options) as daemon:
         daemon.ask(lambda seq: SetLogLevel(seq, level), Done)  # type: ignore[arg-type]  # one of the choices
     if options.as_json:
@@ -238,16 +242,16 @@ def log_level(options: DaemonOptions, level: str) -> None:
 
 @click.group()
 def quarantine() -> None:
-    """Copies whose end is not proven, and keys that are withheld: list them, release them."""
+    """List and release copies and keys in quarantine."""
 
 
 @quarantine.command("list")
 @daemon_options
 def list_quarantine(options: DaemonOptions) -> None:
-    """List what is in quarantine.
+    """List the copies and keys in quarantine.
 
-    A copy without a proven end may still read or write: what it touches stays taken. A key is withheld where the shadow check
-    has found something wrong under it: it is not served until it is stored anew.
+    A copy without a proven end may still read or write: its memory stays reserved. A key is withheld if the shadow check
+    found a wrong block under it: the key is not served until it is stored again.
     """
     with open_operator(options) as daemon:
         told = daemon.ask(ListQuarantine, Quarantines)
@@ -269,12 +273,12 @@ def list_quarantine(options: DaemonOptions) -> None:
 @quarantine.command("release")
 @daemon_options
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--withheld", multiple=True, metavar="KEY", help="Serve this withheld key again, as it is stored.")
+@click.option("--withheld", multiple=True, metavar="KEY", help="Serve this withheld key again, with its stored block.")
 def release_quarantine(options: DaemonOptions, names: Sequence[str], withheld: Sequence[str]) -> None:
-    """Release what the copies with these NAMEs hold: only if you know that they are over.
+    """Release the memory of the copies with these NAMEs.
 
-    A copy that still goes on writes into what another block is in by then. Its checksum finds that; without checksums
-    nothing does.
+    Do so only if you know that these copies have ended: a copy that still runs writes into memory of another block. The
+    checksum of that block detects it; without checksums nothing does.
     """
     if not names and not withheld:
         raise BadInput("say what is to be released: NAMEs that `offload quarantine list` shows, or --withheld KEY")

@@ -36,25 +36,25 @@ _WORDS = ("stage", "state", "waits for")
 
 @click.command(name="top")
 @click.argument("address", required=False)
-@click.option("--config", "config_file", metavar="CONFIG.toml", help="The file of the daemon to watch.")
-@click.option("--runtime-dir", metavar="DIR", help="The directory of the daemon to watch, whatever the file says.")
+@click.option("--config", "config_file", metavar="CONFIG.toml", help="TOML file of the daemon to watch.")
+@click.option("--runtime-dir", metavar="DIR", help="Directory of the daemon's sockets; takes precedence over the file.")
 @click.option(
     "--interval",
     type=FiniteRange(0.1, 3_600),
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between two looks.",
+    help="Time between two samples, in seconds.",
 )
-@click.option("--once", is_flag=True, help="Look twice, one interval apart, show that, and leave.")
-@click.option("--json", "as_json", is_flag=True, help="Print one object a line.")
+@click.option("--once", is_flag=True, help="Take two samples one interval apart, print one report, and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document per line.")
 def command(
     address: str | None, config_file: str | None, runtime_dir: str | None, interval: float, once: bool, as_json: bool
 ) -> None:
-    """Watch an engine: what is found, where containers are, how full its tiers are. Ends on q or Ctrl-C.
+    """Watch an engine: its hits, containers in each stage, and tiers.
 
-    ADDRESS is that of a status page: http://127.0.0.1:8080, or unix:/path of its socket. Without one it is that of the daemon
-    of this user, which serves it with `offload serve --status ipc`.
+    Ends on q or Ctrl-C. ADDRESS is a status page: http://127.0.0.1:8080, or unix:/path of its socket. The default is the page
+    of this user's daemon, which serves it with `offload serve --status ipc`.
     """
     if address is None:
         address = _address_of_daemon(config_file, runtime_dir)
