@@ -46,37 +46,41 @@ if TYPE_CHECKING:
     type=click.IntRange(256, 32_000),
     default=6000,
     show_default=True,
-    help="How much of it to read.",
+    help="Length of the document, in bytes.",
 )
 @click.option(
-    "--answer-tokens", type=click.IntRange(1, 256), default=24, show_default=True, help="Length of each answer."
+    "--answer-tokens",
+    type=click.IntRange(1, 256),
+    default=24,
+    show_default=True,
+    help="Length of each answer, in tokens.",
 )
 @click.option(
     "--damage",
     type=click.IntRange(0),
     default=0,
     metavar="N",
-    help="Flip a bit in N stored blocks before B starts: they must be missed, never used.",
+    help="Flip a bit in N stored blocks before B starts; they must be missed, never used.",
 )
 @click.option(
     "--checksums/--no-checksums",
     default=True,
-    help="Verify what is loaded. With --no-checksums, --damage fails the demo.",
+    help="Verify loaded blocks. With --no-checksums, --damage fails the demo.",
 )
 @click.option(
     "--keep",
     type=output_directory,
     metavar="DIR",
-    help="Work in this directory and leave it; by default a temporary one, which is removed.",
+    help="Work in this directory, and keep it. By default a temporary one, which is removed.",
 )
 @click.option(
     "--daemon/--page-store",
     default=False,
     show_default=True,
-    help="Keep the blocks in a daemon (`offload serve`), and kill an engine and the daemon in the middle; or in pages that "
-    "the engines share.",
+    help="Keep the blocks in a daemon (`offload serve`), and kill an engine and the daemon midway; or in pages that the "
+    "engines share.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, and nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     document_bytes: int,
     answer_tokens: int,
@@ -86,9 +90,9 @@ def command(
     daemon: bool,
     as_json: bool,
 ) -> None:
-    """Offload the KV cache of a small model, find it again, and verify every token.
+    """Offload a small model's KV cache, reload it, and verify every token.
 
-    Exits with 1 if a token, a bit of KV, a confirmation or a page is wrong or missing.
+    Exit code 1 if a token, a bit of KV, a confirmation or a page is wrong or missing.
     """
     options = Options(document_bytes, answer_tokens, damage, checksums, Path(keep) if keep else None, daemon)
     if importlib.util.find_spec("torch") is None:

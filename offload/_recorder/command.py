@@ -34,14 +34,17 @@ def read(file: str) -> Recording:
 
 @click.group()
 def command() -> None:
-    """Save and print flight recordings: what pipelines and engines decided in the last minutes."""
+    """Save and print flight recordings: the decisions of the last minutes."""
 
 
 @command.command()
 @click.argument("ring")
-@click.option("--out", type=output_file(RECORDING), metavar="FILE", help="The file to save.  [default: TIME.incident]")
+@click.option("--out", type=output_file(RECORDING), metavar="FILE", help="Output file.  [default: TIME.incident]")
 def save(ring: str, out: str | None) -> None:
-    """Save what a RING holds now: the file of a recorder, whether its process still runs, has ended, or was killed."""
+    """Save the records of RING, the file of a recorder.
+
+    Its process may still run, have ended, or been killed.
+    """
     recording = read(ring)
     place = out if out is not None else output_file(RECORDING)(time.strftime("%Y%m%d-%H%M%S.incident"))
     try:
@@ -53,8 +56,8 @@ def save(ring: str, out: str | None) -> None:
 
 @command.command()
 @click.argument("file")
-@click.option("--last", type=FiniteRange(min=0, min_open=True), metavar="SECONDS", help="Only the newest records.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document a line: first what was observed.")
+@click.option("--last", type=FiniteRange(min=0, min_open=True), metavar="SECONDS", help="Print only the last SECONDS.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document per line, a description first.")
 def show(file: str, last: float | None, as_json: bool) -> None:
     """Print a recording, or the ring of a recorder."""
     recording = read(file)

@@ -62,7 +62,7 @@ _OF_BYTES = (
     "tiers",
     multiple=True,
     metavar="memory|maru|file:DIR|SPEC",
-    help="Where blocks are kept; repeated, from the fastest to the slowest. SPEC is any other tier: a registered name, "
+    help="Tier for blocks; repeated, from the fastest to the slowest. SPEC is any other tier: a registered name, "
     "module:attribute, or a table, in TOML or JSON, such as '{ type = \"NAME\", parameter = 1 }'.  [default: memory]",
 )
 @click.option(
@@ -71,7 +71,7 @@ _OF_BYTES = (
     multiple=True,
     type=capacity_of,
     metavar="SIZE|unlimited",
-    help="Capacity of each tier, in the order of --tier; for a SPEC it becomes capacity_bytes, unless the SPEC has one.  "
+    help="Capacity of each tier, in the order of --tier; for a SPEC it sets capacity_bytes, unless the SPEC has one.  "
     "[default: unlimited]",
 )
 @click.option("--block-bytes", type=size_of, default="4096", show_default=True, metavar="SIZE", help="Size of a block.")
@@ -80,7 +80,7 @@ _OF_BYTES = (
     default="presence",
     show_default=True,
     metavar="pass-all|presence|frequency:N",
-    help="Which blocks are stored: all that missed, those not present, or those that missed more than N times.",
+    help="Blocks to store: all that missed, those not present, or those that missed more than N times.",
 )
 @click.option("--limit", type=click.IntRange(1, 1 << 40), help="Play only the first N requests.")
 @click.option(
@@ -88,7 +88,7 @@ _OF_BYTES = (
     type=click.Choice(["ms", "s"]),
     default="ms",
     show_default=True,
-    help="The unit of the trace's timestamps: milliseconds, as Mooncake publishes them, or seconds.",
+    help="Unit of the trace's timestamps: milliseconds, as published by Mooncake, or seconds.",
 )
 @click.option(
     "--speed",
@@ -96,7 +96,7 @@ _OF_BYTES = (
     default="max",
     show_default=True,
     metavar="realtime|Nx|max",
-    help="The pace: as in the trace, N times as fast, or as fast as possible.",
+    help="Pace of the replay: as in the trace, N times as fast, or as fast as possible.",
 )
 @click.option(
     "--laps",
@@ -111,7 +111,7 @@ _OF_BYTES = (
     default=0.8,
     show_default=True,
     metavar="SHARE",
-    help="With --laps: the share of the different blocks that get new names in each lap.",
+    help="Share of the different blocks that get new names in each lap; with --laps.",
 )
 @click.option(
     "--skip-idle/--no-skip-idle",
@@ -124,15 +124,21 @@ _OF_BYTES = (
     default=1,
     show_default=True,
     metavar="N",
-    help="Play N requests at once. A request begins when one before it has ended, and sees what has been stored by then.",
+    help="Play N requests at once. Each begins when an earlier one has ended, and sees the blocks stored by then.",
 )
 @click.option("--checksums/--no-checksums", default=True, show_default=True, help="Verify blocks by checksums, too.")
-@click.option("--what-if", type=factors_of, default=None, metavar="2x,4x", help="Hit rates at other capacities.")
+@click.option(
+    "--what-if",
+    type=factors_of,
+    default=None,
+    metavar="2x,4x",
+    help="Multiples of the capacities to report hit rates for.",
+)
 @click.option(
     "--record",
     type=output_file(SCENARIO),
     metavar="OUT.scenario.toml",
-    help="Write what was done to a file, as a scenario for `offload scenario run`.",
+    help="Write the replay to a file, as a scenario for `offload scenario run`.",
 )
 @click.option(
     "--compare-eviction",
@@ -143,22 +149,23 @@ _OF_BYTES = (
     "--capacities",
     "compared",
     metavar="1%,5%,4096",
-    help="Capacities for --compare-eviction: shares of the different blocks, or blocks.  [default: 1%,5%,10%,25%,50%]",
+    help="Capacities for --compare-eviction: shares of the different blocks, or numbers of blocks.  [default: "
+    "1%,5%,10%,25%,50%]",
 )
 @click.option(
     "--chunk",
     type=click.IntRange(1, 1 << 40),
-    help="How many blocks of a request are stored together where --compare-eviction does so.  [default: all]",
+    help="Blocks of a request that --compare-eviction stores together.  [default: all]",
 )
-@click.option("--depths", is_flag=True, help="Have --compare-eviction store each block with its depth in its prefix.")
+@click.option("--depths", is_flag=True, help="Store each block with its depth in its prefix; with --compare-eviction.")
 @click.option(
     "--picture",
     "picture_file",
     type=output_file(PICTURE, ".svg"),
     metavar="OUT.svg",
-    help="With --compare-eviction: draw hit rate against capacity into this file.",
+    help="Draw hit rate against capacity into this file; with --compare-eviction.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     trace: str,
     tiers: Sequence[str],
@@ -184,9 +191,9 @@ def command(
 ) -> None:
     """Replay the requests of TRACE and report hit rates, times and bytes.
 
-    TRACE has a JSON object per line, as Mooncake publishes them (timestamp, input_length, output_length, hash_ids), and
-    may be compressed by gzip. For each request the longest prefix is looked up and loaded, and what is missing is
-    stored. Every loaded block is compared with what was stored; a difference ends the command with exit code 1, and so does a
+    TRACE has one JSON object per line, in the format of Mooncake (timestamp, input_length, output_length, hash_ids), and
+    may be compressed by gzip. For each request the longest prefix is looked up and loaded, and missing blocks are
+    stored. Every loaded block is compared with the stored one; a difference ends the command with exit code 1, and so does a
     block that is still held or missing after the laps. Exit code 3: blocks could not be stored. Exit code 2: the first tier had
     no room for a single block.
     """

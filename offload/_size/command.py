@@ -16,14 +16,14 @@ from maru.configuration import as_bytes, as_size
 from .model import ITEM_BYTES, GroupSize, ModelShape, PoolSize
 
 
-@click.command(name="size", short_help="Compute the pool for so many tokens of a model.")
+@click.command(name="size", short_help="Compute the pool size for the KV cache of a model.")
 @click.argument("config", type=click.Path(exists=True, path_type=Path), required=False)
-@click.option("--tokens", required=True, metavar="N", help="Tokens that shall be there at once: 1000000, 64K, 2M.")
+@click.option("--tokens", required=True, metavar="N", help="Number of tokens to keep at once: 1000000, 64K, 2M.")
 @click.option(
     "--dtype",
     default="auto",
     type=click.Choice(["auto", *ITEM_BYTES]),
-    help="Of the KV cache; auto: as the configuration says of the model.",
+    help="Data type of the KV cache; auto: by the model's configuration.",
     show_default=True,
 )
 @click.option(
@@ -36,7 +36,7 @@ from .model import ITEM_BYTES, GroupSize, ModelShape, PoolSize
 @click.option(
     "--object-bytes",
     metavar="SIZES",
-    help="In place of CONFIG, for LMCache: bytes of a chunk's object in each group of layers, such as 64KiB,8KiB.",
+    help="Bytes of a chunk's object in each group of layers, such as 64KiB,8KiB, for LMCache; in place of CONFIG.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -49,11 +49,11 @@ def command(
     object_bytes: str | None,
     as_json: bool,
 ) -> None:
-    """Compute the pool that the KV cache of so many tokens takes.
+    """Compute the pool size for the KV cache of some number of tokens.
 
-    CONFIG is the config.json of a model, or the directory that it is in. Each rank of tensor parallelism has a pool of its own.
+    CONFIG is the config.json of a model, or its directory. Each rank of tensor parallelism has a pool of its own.
 
-    LMCache stores an object of each chunk for each group of layers; each takes a page as large as the largest: groups of two
+    LMCache stores an object of each chunk for each group of layers, in a page as large as the largest object: groups of two
     sizes need a larger pool than their bytes. --object-bytes computes it.
     """
     if (config is None) == (object_bytes is None):

@@ -13,12 +13,12 @@ import click
 from maru.bench.shown import group_of
 
 BENCHES: Final[Mapping[str, str]] = {
-    "copy": "Device tensors to shared pages, as a share of memmove.",
-    "device": "Blocks of a GPU to pinned pages and back, beside a bare call of the driver.",
-    "replay": "A request trace, beside a dictionary with the same copies.",
-    "pinned-pool": "Tensors to a server's pinned blocks and back, beside memmove and beside the socket.",
-    "daemon": "Eight engine processes at one daemon, beside memmove; an enqueue, beside an echo.",
-    "wrappers": "Compressed, quantized and encrypted blocks, beside the bare libraries and beside memmove.",
+    "copy": "Measure copies of device tensors to shared pages, as a share of memmove.",
+    "device": "Measure copies between GPU and pinned pages, next to bare driver calls.",
+    "replay": "Measure a request trace, next to a dictionary with the same copies.",
+    "pinned-pool": "Measure copies to and from pinned blocks, next to memmove and the socket.",
+    "daemon": "Measure eight engine processes and an enqueue, next to memmove and echo.",
+    "wrappers": "Measure compressed, quantized and encrypted blocks, next to libraries and memmove.",
 }
 """Text of each bench, by the name of its command.
 
@@ -30,17 +30,17 @@ _TRACE: Final = click.Option(
     envvar="OFFLOAD_TRACE",
     show_envvar=True,
     type=click.Path(exists=True, dir_okay=False),
-    help="A request trace in the Mooncake format.",
+    help="Request trace in the Mooncake format.",
 )
 
 command: click.Group = group_of(
     "offload bench",
     "offload.bench._",
     BENCHES,
-    """Measure what this package costs, each figure beside its limit and in the same run.
+    """Measure this package, each figure next to a limit of the machine.
 
-    A limit is what the machine at hand can do without this package, so that a ratio says more than a figure. Absolute
-    figures move with the machine and with what else runs on it.
+    A limit is the speed of this machine without this package, in the same run, so a ratio is worth more than a figure:
+    figures depend on the machine and its load.
     """,
     {"replay": _TRACE},
 )
