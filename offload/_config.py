@@ -62,16 +62,17 @@ class BatchConfig:
         64,
         1,
         65_536,
-        "Blocks in a batch: enough to pay for one copy call, few enough that a cancel rarely comes too late.",
+        "Maximum blocks in a batch: enough to pay for one copy call, few enough that a cancel rarely comes too late.",
     )
     min_batch_size: int = _knob.integer(
-        8, 1, 65_536, "Blocks that are copied at once; with fewer the batch waits for more. At most max_batch_size."
+        8, 1, 65_536, "Minimum blocks in a batch; with fewer the batch waits for more. At most max_batch_size."
     )
     flush_interval: float = _knob.seconds(
         0.01,
         0.0,
         60.0,
-        "How long fewer blocks wait for more. 0: leave once a slot is free. Timers below 1 ms are not exact.",
+        "Time that a batch with fewer blocks waits for more. 0: leave once a slot is free. Timers below 1 ms are not "
+        "exact.",
     )
 
     def __attrs_post_init__(self) -> None:
@@ -89,86 +90,82 @@ class PipelineConfig:
     :func:`knobs` has the reason for each bound and default.
     """
 
-    batch_config: BatchConfig = _knob.table(BatchConfig(), "When a batch leaves.")
+    batch_config: BatchConfig = _knob.table(BatchConfig(), "Settings of batching.")
     policy_timeout: float = _knob.seconds(
         0.1,
         0.001,
         3_600.0,
-        "How long async policies may take over one container; a plain one that blocks the loop for longer is counted.",
+        "Time for the async policies of one container; a plain policy that blocks the loop for longer is counted.",
     )
     on_policy_error: OnPolicyError = _knob.choice(
         "filter",
         OnPolicyError,
-        "What happens to a container whose policy raises or overruns: its blocks are filtered, or it fails.",
+        "Outcome of a container whose policy raises or overruns: its blocks are filtered, or it fails.",
     )
     max_waiting_policies: int = _knob.integer(
         64, 1, 4_096, "Containers whose policies wait at once, so that a slow policy delays no other; each is a task."
     )
     precondition_timeout: float = _knob.seconds(
-        300.0, 0.001, _DAY, "How long a forward pass may take. Finite, since a waiting container holds blocks."
+        300.0, 0.001, _DAY, "Longest forward pass. Finite, since a waiting container holds blocks."
     )
     sweep_interval: float = _knob.seconds(
         0.01,
         0.001,
         60.0,
-        "How often a safety net looks for cancelled containers. It counts those it finds, of which there should be none.",
+        "Time between searches for cancelled containers, a safety net. It counts found ones, of which there should be "
+        "none.",
     )
     max_concurrent_transfers: int = _knob.integer(
         1, 1, 64, "Batches copied at once. Each takes a thread; two nearly fill a memory bus."
     )
     on_destination_full: WhenFull = _knob.choice(
-        "wait", WhenFull, "What to do if the destination is full: wait for room, evict, store what fits, or fail."
+        "wait", WhenFull, "Action if the destination is full: wait for room, evict, store the blocks that fit, or fail."
     )
     destination_timeout: float = _knob.seconds(
-        30.0,
-        0.001,
-        _DAY,
-        "How long to wait for room there. A waiting reservation holds only a transfer slot.",
+        30.0, 0.001, _DAY, "Time to wait for room in the destination. A waiting reservation holds only a transfer slot."
     )
     transfer_timeout: float = _knob.seconds(
         5.0,
         0.001,
         _DAY,
-        "How long a copy may take, besides what its bytes take. After that its end counts as unproven, its blocks are "
-        "quarantined, and its tier has a fault.",
+        "Time for a copy, in addition to the time for its bytes. After that its end counts as unproven, its blocks "
+        "are quarantined, and its tier has a fault.",
     )
     transfer_bytes_per_second: int = _knob.size(
         _BYTES_PER_SECOND,
         0,
         1 << 50,
-        "Each so many bytes of a copy add a second to transfer_timeout: half of what a hard disk does. 0: none do.",
+        "Bytes of a copy that add one second to transfer_timeout: half the speed of a hard disk. 0: no added time.",
     )
     drain_timeout: float = _knob.seconds(
         10.0,
         0.0,
         _DAY,
-        "How long shutdown waits for copies under way. If it is shorter than transfer_timeout, it takes precedence.",
+        "Time that shutdown waits for copies in progress. If it is shorter than transfer_timeout, it takes precedence.",
     )
     budget_blocks: int = _knob.integer(
         4_096,
         1,
         _MOST_BLOCKS,
-        "Blocks between enqueue and settled, which bounds all queues inside. At least max_batch_size.",
+        "Maximum blocks between enqueue and settled, which bounds all inner queues. At least max_batch_size.",
     )
     on_overflow: OnOverflow = _knob.choice(
-        "wait",
-        OnOverflow,
-        "What enqueue does when the budget is used up: wait, or drop new weak stores and count them.",
+        "wait", OnOverflow, "Action of enqueue if the budget is used up: wait, or drop new weak stores and count them."
     )
 
     route_share: float = _knob.fraction(
         0.5,
         0.001,
         1.0,
-        "How much of the tier that it starts at a route may hold, if it is not required: a slow or broken tier leaves the rest "
-        "to new blocks. For a route that stores what is evicted: how much may be in copies that hang, or are quarantined.",
+        "Share of its starting tier that a route may hold, if it is not required: a slow or broken tier leaves the "
+        "rest to new blocks. For a route that stores evicted blocks: the share in copies that hang or are quarantined.",
     )
     route_patience: float = _knob.seconds(
         1.0,
         0.0,
         3_600.0,
-        "How long a block waits for room in that share, if the route is not required, before it is dropped and counted. It is "
-        "not held meanwhile.",
+        "Time that a block waits for room in that share, if the route is not required, before it is dropped and "
+        "counted. It is not held meanwhile.",
     )
 
     def __attrs_post_init__(self) -> None:
@@ -194,36 +191,33 @@ class BreakerConfig:
     """
 
     max_faults: int = _knob.integer(
-        3, 1, 1_000, "Faults in a row that break a tier. One is bad luck; each may cost a caller a timeout."
+        3, 1, 1_000, "Consecutive faults that break a tier. One is bad luck; each may cost a caller a timeout."
     )
     first_wait: float = _knob.seconds(
-        1.0, 0.001, _DAY, "How long a tier that has just broken is left alone. It doubles with each probe in vain."
+        1.0, 0.001, _DAY, "Time without calls to a tier that has just broken. It doubles with each failed probe."
     )
     longest_wait: float = _knob.seconds(
-        30.0,
-        0.001,
-        _DAY,
-        "The longest wait, and how long a probe may take. At least first_wait.",
+        30.0, 0.001, _DAY, "Longest time without calls to a broken tier, and for a probe. At least first_wait."
     )
     call_timeout: float = _knob.timeout(
         5.0,
         0.001,
         _DAY,
-        "How long a tier may take to answer a question (contains, pin, delete, room) before that is a fault; longer than its "
-        "own timeouts, so that its own error is seen. inf: as long as the tier itself allows.",
+        "Time for a tier's answer (contains, pin, delete, room), after which it has a fault; longer than its own "
+        "timeouts, so that its own error is seen. inf: the tier's own limit.",
     )
     load_timeout: float = _knob.timeout(
         60.0,
         0.001,
         _DAY,
-        "How long loading the blocks of a segment may take, besides a second for each 50 MB of them. inf: as above.",
+        "Time for loading the blocks of a segment, in addition to a second for each 50 MB. inf: as in call_timeout.",
     )
     enter_timeout: float = _knob.timeout(
         30.0,
         0.001,
         _DAY,
-        "How long one attempt to enter a tier may take where on_enter_failure is miss: connecting, and mapping what is there. "
-        "inf: as above.",
+        "Time for one attempt to enter a tier whose on_enter_failure is miss: to connect, and to map its memory. inf: "
+        "as in call_timeout.",
     )
 
     def __attrs_post_init__(self) -> None:

@@ -262,27 +262,27 @@ class LoadOrRecompute:
     mode: ChoiceMode = _knob.choice(
         "off",
         ChoiceMode,
-        "Whether loading is compared with recomputing: not at all, in the advice of a hit, or so that what is computed sooner "
-        "is left out, and a load that falls behind is given up.",
+        "Comparison of loading with recomputing: none, in the advice of a hit, or active: blocks that are computed "
+        "sooner are left out, and a load that falls behind is given up.",
     )
     seconds_per_block: float = _knob.seconds(
         0.0,
         0.0,
         3_600.0,
-        "How long computing a block takes, until the engine is told (Engine.computed). 0: not known, so everything is loaded.",
+        "Time to compute a block, until the engine reports it (Engine.computed). 0: unknown, so everything is loaded.",
     )
     max_loss: float = _knob.fraction(
         0.02,
         0.0,
         1.0,
-        "How much later than without a cache a request may be, as a share of the time in which what was found is computed. "
-        "Less gives up loads that stutter; 0 never tries a tier that was not measured.",
+        "Longest delay of a request compared with no cache, as a share of the time to compute the found blocks. Less "
+        "gives up loads that stutter; 0 never tries an unmeasured tier.",
     )
     probe_interval: float = _knob.seconds(
         1.0,
         0.001,
         86_400.0,
-        "How long after a tier that nothing is loaded from was measured it is measured again, by twelve blocks at most.",
+        "Time after which a tier that nothing is loaded from is measured again, by twelve blocks at most.",
     )
 
 
@@ -297,22 +297,19 @@ class EngineConfig:
     source: Source | str | Mapping[str, Any] | None = _knob.field(
         None,
         "a source, or how to make one",
-        "The place that blocks are stored from. Mostly an object, since a file cannot name an engine's tensors.",
+        "Source of the blocks to store. Mostly an object, since a file cannot name an engine's tensors.",
         _check_source,
     )
     block_bytes: int = _knob.size(
-        0,
-        0,
-        1 << 40,
-        "Size of every block, only needed if the source is made from its name. 0: the source tells.",
+        0, 0, 1 << 40, "Size of every block; needed only if the source is made from its name. 0: the source's size."
     )
     block_tokens: int = _knob.integer(
-        0, 0, 1 << 20, "Tokens that a block stands for, so that metrics count tokens as well. 0: they do not."
+        0, 0, 1 << 20, "Tokens in a block, so that metrics also count tokens. 0: they do not."
     )
     tiers: Mapping[str, TierLike] = _knob.field(
         _NO_TABLES,
         "a table for each tier",
-        "The tiers by name, from the fastest to the slowest.",
+        "Tiers by name, from the fastest to the slowest.",
         _check_tiers,
         converter=lambda tiers: dict(tiers) if isinstance(tiers, Mapping) else tiers,
     )
@@ -320,40 +317,40 @@ class EngineConfig:
         "",
         "ipc://PATH, or ipc, or empty",
         r"ipc(://.+)?|",
-        "The daemon that has the tiers (`offload serve`), in place of tiers here: it becomes the one tier, `daemon`. ipc: that "
-        "of this user.",
+        "Daemon with the tiers (`offload serve`), instead of tiers here: it becomes the one tier, `daemon`. ipc: this "
+        "user's daemon.",
     )
     routes: tuple[Route, ...] = _knob.field(
         (),
         "a list of tables",
-        "Routes besides the default ones, or with other settings.",
+        "Routes in addition to the default ones, or with other settings.",
         _check_routes,
         converter=_as_routes,
     )
     chain: Chain = _knob.field(
         "on_store",
         f"one of {', '.join(get_args(Chain))}",
-        "What is stored in the next tier. true is on_store, false is none.",
+        "Blocks to store in the next tier. true is on_store, false is none.",
         _check_chain,
         converter=_as_chain,
     )
     on_load_failure: OnLoadFailure = _knob.choice(
         "miss",
         OnLoadFailure,
-        "What a load does about a block that was found and cannot be loaded: end the prefix, raise, or look it up again.",
+        "Result of a load for a block that was found and cannot be loaded: end the prefix, raise, or look it up again.",
     )
     on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = _knob.field(
         "fail",
         f"one of {', '.join(get_args(OnEnterFailure))}, or a table of these by the names of tiers, or maru=miss,disk=fail",
-        "What to do about an absent tier, which cannot be made or entered: fail, or open with the tier counting as broken. "
-        "A tier that is not named fails. A wrong configuration always fails.",
+        "Action for a tier that cannot be made or entered: fail, or open with the tier counting as broken. A tier "
+        "that is not named fails. A wrong configuration always fails.",
         _check_enter_failure,
         converter=_as_enter_failure,
     )
     promote: bool | str = _knob.field(
         False,
         "true, false, or the name of a tier",
-        "Whether a load also writes what comes from a slower tier into a faster one: the fastest, or the one named.",
+        "Copy blocks that are loaded from a slower tier to a faster one: the fastest, or the named one.",
         _check_promote,
     )
     promotion_blocks: int = _knob.integer(
@@ -363,27 +360,24 @@ class EngineConfig:
         3.0,
         0.001,
         86_400.0,
-        "How long a tier may take for its part of a lookup; after that the lookup goes on without it, and the tier has a "
-        "fault. Longer than the timeout of the page store's client, so that its error names the cause. inf: as call_timeout.",
+        "Time for a tier's part of a lookup; after that the lookup continues without it, and the tier has a fault. "
+        "Longer than the timeout of the page store's client, so that its error names the cause. inf: as call_timeout.",
     )
     store_patience: float = _knob.seconds(
-        1.0,
-        0.0,
-        3_600.0,
-        "How long a store yields to loads that are under way before one batch is copied all the same.",
+        1.0, 0.0, 3_600.0, "Time that a store yields to loads in progress before one batch is copied all the same."
     )
     shadow_check: int = _knob.integer(
         SHADOW_CHECK,
         0,
         1_000_000_000,
-        "One in so many loads is read again, or recomputed, and compared with what has arrived. 0: none is. At 1,000 it costs "
-        "less than 1 % of the time of loads.",
+        "Loads per shadow check: one of so many is read again, or recomputed, and compared with the loaded bytes. 0: "
+        "no check. At 1,000 it costs less than 1 % of the time of loads.",
     )
     load_or_recompute: LoadOrRecompute = _knob.table(
-        LoadOrRecompute(), "Whether what was found is loaded, or computed once more where that is sooner."
+        LoadOrRecompute(), "Choice between loading found blocks and computing them, if that is sooner."
     )
-    breaker: BreakerConfig = _knob.table(BreakerConfig(), "When a tier counts as broken, and how it is tried again.")
-    pipeline: PipelineConfig = _knob.table(PipelineConfig(), "The settings of every route that has none of its own.")
+    breaker: BreakerConfig = _knob.table(BreakerConfig(), "Settings of the breaker, and of the probes of broken tiers.")
+    pipeline: PipelineConfig = _knob.table(PipelineConfig(), "Settings of every route that has none of its own.")
 
     def __attrs_post_init__(self) -> None:
         if self.daemon_url:

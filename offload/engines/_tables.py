@@ -11,7 +11,7 @@ DAEMON_URL: Final = (
     "",
     "ipc://PATH, or ipc, or empty",
     r"ipc(://.+)?|",
-    "The daemon of this host that has the tiers (`offload serve`), instead of tiers in this process; ipc: that of this user.",
+    "Daemon of this host with the tiers (`offload serve`), instead of tiers in this process; ipc: this user's daemon.",
 )
 """The knob that selects a daemon in place of own tiers."""
 

@@ -37,16 +37,17 @@ VERSION_KNOB: Final = (
     "",
     "a text",
     r"(?s).*",
-    "What tells the weights of one model apart: a text that changes with them. Empty: they are told apart by their files.",
+    "Version of the model's weights: a text that changes with them. Empty: a fingerprint of their files.",
 )
 FILE_KNOB: Final = (
     "",
     "a path, or empty",
     r"(?s).*",
-    "File that a trainer writes before requests go on after an update: what is stored under the same content is shared.",
+    "File with a version of the weights, which a trainer writes before requests continue after an update. Equal "
+    "content shares stored blocks.",
 )
 CHECK_REASON: Final = (
-    "How much of a local checkpoint is read at the start, to tell its weights apart: samples of each tensor, or all."
+    "Part of a local checkpoint that is read at the start to identify its weights: samples of each tensor, or all."
 )
 
 SAMPLE_BYTES: Final = 4096

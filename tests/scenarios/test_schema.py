@@ -55,7 +55,7 @@ def test_every_field_says_what_it_means(cls):
 
 def test_the_knobs_of_a_pipeline_say_what_the_knobs_say_in_the_names_of_a_file():
     texts = {field.name: field.text for field in described(_program.PipelineSpec)}
-    assert texts["policy_ms"].startswith("How long async policies may take")
+    assert texts["policy_ms"].startswith("Time for the async policies")
     assert "transfer_ms" in texts["drain_ms"] and "transfer_timeout" not in texts["drain_ms"]
 
 

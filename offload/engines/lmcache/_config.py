@@ -58,41 +58,42 @@ class CacheConfig:
     """The adapter's configuration."""
 
     server_url: str = _knob.text(
-        "", "a text", r".*", "Where the server of the page store listens. Empty: on the Unix socket of this user."
+        "", "a text", r".*", "URL of the page store's server. Empty: the Unix socket of this user."
     )
     pool_size_gb: float = _knob.field(
         1.0,
         "a number of GiB",
-        "GiB of the pool that this instance takes; what LMCache measures its use against. 0: only read.",
+        "Size of this instance's part of the pool, in GiB, which LMCache measures its use against. 0: only read.",
         _check_gigabytes,
     )
     chunk_size_bytes: int = _knob.size(
         0,
         0,
         1 << 34,
-        "Bytes of a page, which holds one object. 0: as large as the first object that is stored, loaded or looked for.",
+        "Bytes of a page, which holds one object. 0: the size of the first object that is stored, loaded or looked up.",
     )
-    instance_id: str = _knob.text("", "a text", r".*", "Who owns the pages. Empty: a new random name.")
+    instance_id: str = _knob.text(
+        "", "a text", r".*", "Instance ID of the owner of the pages. Empty: a new random name."
+    )
     timeout_ms: int = _knob.integer(
-        2_000, 1, 3_600_000, "Milliseconds to wait for an answer of the server, and for room in its pool."
+        2_000, 1, 3_600_000, "Time to wait for an answer of the server, and for room in its pool, in milliseconds."
     )
-    checksums: bool = _knob.flag(True, "Sum every page when it is stored, and verify it when it is loaded.")
+    checksums: bool = _knob.flag(True, "Store a checksum with each page, and verify it on load.")
     key_names: KeyNames = _knob.choice(
         "hashed",
         KeyNames,
-        "What objects are called: by a hash of LMCache's key, or by the text that published integrations write, to hit their "
-        "pages.",
+        "Names of objects: a hash of LMCache's key, or the text that published integrations write, to hit their pages.",
     )
     engine: Mapping[str, Any] | str = _knob.field(
         "",
         "a table, or a path",
-        "The tiers to use instead of the page store: a table of an engine, or the path of a TOML file that has one. A table "
+        "Tiers to use instead of the page store: a table of an engine, or the path of a TOML file with one. A table "
         "without tiers has other settings of the page store's engine: {'shadow_check': 0}.",
         _check_engine,
     )
     daemon_url: str = _knob.text(*DAEMON_URL)
     weights_version: str = _knob.text(
-        *VERSION_KNOB[:3], "What tells the weights of one model apart: a text that changes with them."
+        *VERSION_KNOB[:3], "Version of the model's weights: a text that changes with them."
     )
 
     @classmethod

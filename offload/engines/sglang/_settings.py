@@ -45,30 +45,26 @@ class Settings:
     engine: Mapping[str, Any] = _knob.field(
         _NO_TABLE,
         "a table",
-        "The tiers, as in the file of an engine: {'tiers': {'maru': {'type': 'maru', 'pool_size': '4 GiB'}}}.",
+        "Tiers, as in the file of an engine: {'tiers': {'maru': {'type': 'maru', 'pool_size': '4 GiB'}}}.",
         _check_table,
     )
     daemon_url: str = _knob.text(*DAEMON_URL)
-    lookup_timeout: float = _knob.seconds(
-        1.0, 0.001, 60.0, "How long a question for what is cached may take; behind that nothing is."
-    )
+    lookup_timeout: float = _knob.seconds(1.0, 0.001, 60.0, "Time for a lookup; after that nothing counts as cached.")
     load_timeout: float = _knob.seconds(
-        30.0, 0.01, 3_600.0, "How long a batch of pages may take to come; what did not is computed."
+        30.0, 0.01, 3_600.0, "Time for loading a batch of pages; missing pages are computed."
     )
     store_timeout: float = _knob.seconds(
-        30.0, 0.01, 3_600.0, "How long a batch of pages may take to be stored; what was not is not cached."
+        30.0, 0.01, 3_600.0, "Time for storing a batch of pages; unfinished pages are not cached."
     )
-    model: str = _knob.text(
-        "", "a text", r"(?s).*", "What computes the KV, with its revision. Empty: the name that SGLang has for it."
-    )
+    model: str = _knob.text("", "a text", r"(?s).*", "Name and revision of the model. Empty: SGLang's name for it.")
     kv_dtype: str = _knob.text(
         "",
         "a text",
         r"(?s).*",
-        "What the KV is, where SGLang's pool says only bytes: fp8_e4m3 and fp8_e5m2 look alike.",
+        "Data type of the KV, if SGLang's pool reports only bytes: fp8_e4m3 and fp8_e5m2 look alike.",
     )
     tenant: str = _knob.text(
-        "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
+        "", "a text", r"(?s).*", "Tenant that may find blocks stored here, in addition to the cache salt of a request."
     )
     weights_version: str = _knob.text(*VERSION_KNOB)
     weights_check: WeightsCheck = _knob.choice("sampled", WeightsCheck, CHECK_REASON)  # noqa: RUF009 - a knob, as all others

@@ -45,20 +45,20 @@ _CHUNK_TOKENS: Final = (
     256,
     1,
     1 << 20,
-    "Tokens in a chunk, the unit that is stored and found: a multiple of vLLM's block_size, or taken down to one. Fewer share "
-    "more of a prefix, and more cost less for each token.",
+    "Tokens in a chunk, the unit of storing and finding: a multiple of vLLM's block_size, or rounded down to one. "
+    "Smaller chunks share more of a prefix, larger ones cost less per token.",
 )
 _LOOKUP_TIMEOUT: Final = (
     1.0,
     0.001,
     60.0,
-    "How long a request waits to learn what is cached; behind that it is computed.",
+    "Time that a request waits for the lookup; after that it is computed.",
 )
 _LOAD_TIMEOUT: Final = (
     30.0,
     0.01,
     3_600.0,
-    "How long a load may take before it is ended; what it did not bring is computed.",
+    "Time for a load; after that it is ended, and the missing blocks are computed.",
 )
 
 
@@ -77,7 +77,7 @@ class Settings:
     engine: Mapping[str, Any] = _knob.field(
         _NO_TABLE,
         "a table",
-        "The tiers, as in the file of an engine: {'tiers': {'host': {'type': 'memory', 'capacity_bytes': '4 GiB'}}}.",
+        "Tiers, as in the file of an engine: {'tiers': {'host': {'type': 'memory', 'capacity_bytes': '4 GiB'}}}.",
         _check_table,
     )
     daemon_url: str = _knob.text(*DAEMON_URL)
@@ -85,7 +85,7 @@ class Settings:
     lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
     load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
     tenant: str = _knob.text(
-        "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
+        "", "a text", r"(?s).*", "Tenant that may find blocks stored here, in addition to the cache salt of a request."
     )
     weights_version: str = _knob.text(*VERSION_KNOB)
     weights_version_file: str = _knob.text(*FILE_KNOB)
@@ -161,28 +161,30 @@ class MaruSettings:
 
     room_knob: ClassVar[str] = "maru_pool_size, or capacity_bytes of the server"
 
-    maru_server_url: str = _knob.text("", "tcp://host:port or ipc://path, or empty", r"(?s).*", "Where the server is.")
-    maru_pool_size: int = _knob.size(1 << 30, 0, 1 << 40, "Bytes of pages of this instance: 4G, 500M.")
+    maru_server_url: str = _knob.text("", "tcp://host:port or ipc://path, or empty", r"(?s).*", "URL of the server.")
+    maru_pool_size: int = _knob.size(1 << 30, 0, 1 << 40, "Bytes of this instance's pages: 4G, 500M.")
     maru_chunk_size: int = _knob.size(
-        0, 0, 1 << 34, "Bytes of a page. 0, or less than a chunk of KV: as many as that has."
+        0, 0, 1 << 34, "Bytes of a page. 0, or less than a chunk of KV: the size of a chunk."
     )
-    maru_instance_id: str = _knob.text("", "a text", r"(?s).*", "Who owns the pages. Empty: a random name.")
+    maru_instance_id: str = _knob.text(
+        "", "a text", r"(?s).*", "Instance ID of the owner of the pages. Empty: a random name."
+    )
     maru_eager_map: bool = _knob.flag(True, "Map the regions of other instances when connecting.")
     maru_kv_chunk_tokens: int = _knob.integer(*_CHUNK_TOKENS)
     maru_key_names: KeyNames = _knob.choice(  # noqa: RUF009 - a knob, as all others
         "hashed",
         KeyNames,
-        "What pages are called: a hash of all that their bytes depend on, or kv_{hash}_L{n} of published connectors, with a "
-        "page for each layer, by the hash that their release has.",
+        "Names of pages: a hash of all inputs of their bytes, or kv_{hash}_L{n} of published connectors, with a page "
+        "per layer, and the hash of their release.",
     )
-    checksums: bool = _knob.flag(True, "Sum each page when it is stored, and verify it when it is loaded.")
+    checksums: bool = _knob.flag(True, "Store a checksum with each page, and verify it on load.")
     engine: Mapping[str, Any] = _knob.field(
         _NO_TABLE, "a table", "Other settings of the engine, without tiers: {'shadow_check': 0}.", _check_table
     )
     lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
     load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
     tenant: str = _knob.text(
-        "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
+        "", "a text", r"(?s).*", "Tenant that may find blocks stored here, in addition to the cache salt of a request."
     )
     weights_version: str = _knob.text(*VERSION_KNOB)
     weights_version_file: str = _knob.text(*FILE_KNOB)
@@ -271,18 +273,19 @@ class SpecSettings:
     The table is next to the names that vLLM itself reads.
     """
 
-    cpu_bytes_to_use: int = _knob.size(0, 0, 1 << 44, "Host memory of this instance, of all its workers: 8 GiB.")
+    cpu_bytes_to_use: int = _knob.size(0, 0, 1 << 44, "Host memory of this instance, for all its workers: 8 GiB.")
     engine: Mapping[str, Any] = _knob.field(
         _NO_TABLE,
         "a table",
-        "The tiers behind host memory, as in the file of an engine: {'tiers': {'maru': {'type': 'maru', 'pool_size': '16G'}}}.",
+        "Tiers below host memory, as in the file of an engine: {'tiers': {'maru': {'type': 'maru', 'pool_size': "
+        "'16G'}}}.",
         _check_table,
     )
     daemon_url: str = _knob.text(*DAEMON_URL)
     lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
     load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
     tenant: str = _knob.text(
-        "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
+        "", "a text", r"(?s).*", "Tenant that may find blocks stored here, in addition to the cache salt of a request."
     )
     weights_version: str = _knob.text(*VERSION_KNOB)
     weights_version_file: str = _knob.text(*FILE_KNOB)

@@ -104,4 +104,4 @@ def test_what_cannot_be_is_named_when_it_is_read(said, knob):
 def test_the_help_names_every_key_and_its_bound():
     told = CacheConfig.help().splitlines()
     assert len(told) == 10
-    assert told[0].startswith("- server_url (a text; default ''): Where the server")
+    assert told[0].startswith("- server_url (a text; default ''): URL of the page store's server")
