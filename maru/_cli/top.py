@@ -173,7 +173,7 @@ def _sheet(
 
 
 def _counters(sample: Sample, rate: Rates) -> RenderableType:
-    table = _table("", "in all", "per second")
+    table = _table("", "total", "per second")
     for name, count in sample.counted.items():
         shown: Callable[[float], str] = size if name.endswith("_bytes") else _number
         per_second = shown(rate.counted[name]) if name in rate.counted else ""
@@ -183,7 +183,7 @@ def _counters(sample: Sample, rate: Rates) -> RenderableType:
 
 def _gauges(sample: Sample, rate: Rates) -> RenderableType:
     table = _table("", "now", "per second")
-    names = {"entries": "keys", "used_bytes": "under keys", "allocated_bytes": "in regions"}
+    names = {"entries": "keys", "used_bytes": "used by keys", "allocated_bytes": "in regions"}
     for name, count in sample.held.items():
         shown: Callable[[float], str] = size if name.endswith("_bytes") else _number
         growth = rate.held.get(name, 0.0)
@@ -194,7 +194,7 @@ def _gauges(sample: Sample, rate: Rates) -> RenderableType:
 
 
 def _operations(rate: Rates) -> RenderableType:
-    table = _table("as clients report", "per second", "hits", "bytes/s", "average")
+    table = _table("reported by clients", "per second", "hits", "bytes/s", "average")
     for name, one in rate.operations.items():
         hits = "" if one.hit_rate is None else f"{one.hit_rate:.0%}"
         took = "" if one.average_latency is None else duration(one.average_latency)

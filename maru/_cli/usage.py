@@ -58,7 +58,7 @@ def pool_line(usage: UsageReply) -> Table:
         share(taken, usage.pool_total),
         f"{size(taken)} of {size(usage.pool_total)} in {plural(regions, 'region')}",
     )
-    line.add_row("regions", bar(used, taken), share(used, taken), f"{size(used)} under keys")
+    line.add_row("regions", bar(used, taken), share(used, taken), f"{size(used)} used by keys")
     return line
 
 

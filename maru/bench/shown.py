@@ -156,7 +156,7 @@ def table_of(rows: Iterable[Row], title: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    for heading in ("figure", "value", "unit", "beside it", "", "ratio", "noise", "goal", ""):
+    for heading in ("figure", "value", "unit", "limit", "", "ratio", "noise", "goal", ""):
         right = heading in ("value", "ratio", "noise")
         table.add_column(heading, justify="right" if right else "left", no_wrap=heading == "figure")
     table.columns[4].justify = "right"

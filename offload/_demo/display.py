@@ -67,7 +67,7 @@ def show(report: dict[str, Any], sheet: Console) -> None:
         f"in blocks of {size // 1024} KiB.\n"
     )
     sheet.print(_answers(report))
-    table = Table("", title="What moved", title_justify="left")
+    table = Table("", title="Copies", title_justify="left")
     columns = []
     for role, does in (("a", "A: computes and stores"), ("b", "B: finds and loads")):
         if "copies" in report[role]:  # otherwise it was killed, and has no figures
@@ -96,7 +96,7 @@ def show(report: dict[str, Any], sheet: Console) -> None:
 
 def _answers(report: dict[str, Any]) -> Table:
     table = Table(
-        "", "question", "answer, bytes", "loaded", "first token", "without", title="Answers", title_justify="left"
+        "", "question", "answer, bytes", "loaded", "first token", "uncached", title="Answers", title_justify="left"
     )
     for role in "abc":
         engine = report[role]
@@ -122,7 +122,7 @@ def _figures(engine: dict[str, Any], size: int) -> list[tuple[str, str]]:
         ("bytes loaded", _bytes(engine["loaded_blocks"] * size)),
         ("stores", _rate(next(iter(engine["copies"].values())))),
         ("loads", _rate(loads(engine))),
-        ("found, but not loaded", ", ".join(f"{n} {why}" for why, n in engine["load_failures"].items()) or "0"),
+        ("found, not loaded", ", ".join(f"{n} {why}" for why, n in engine["load_failures"].items()) or "0"),
     ]
 
 

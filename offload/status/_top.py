@@ -150,8 +150,8 @@ def sheet(view: StatusView, height: int = 0) -> list[RenderableType]:
 
 def _figures(view: StatusView) -> RenderableType:
     rates = view.rates
-    table = _table("", "per second", "in all")
-    table.add_row("blocks asked for", _number(rates.asked_blocks), _number(view.asked_blocks))
+    table = _table("", "per second", "total")
+    table.add_row("blocks looked up", _number(rates.asked_blocks), _number(view.asked_blocks))
     found = f"{_number(rates.hit_blocks)}  {share(rates.hit_blocks, rates.asked_blocks)}"
     in_all = f"{_number(view.hit_blocks)}  {share(view.hit_blocks, view.asked_blocks)}"
     table.add_row("found", found, in_all)
@@ -161,12 +161,12 @@ def _figures(view: StatusView) -> RenderableType:
     for end in ("complete", "cancelled", "failed"):
         table.add_row(f"containers {end}", "", _number(sum(getattr(one, end) for one in view.pipelines)))
     if view.quarantined or view.mismatches:
-        table.add_row("in quarantine, found wrong", "", f"{view.quarantined}, {view.mismatches}")
+        table.add_row("quarantined, mismatched", "", f"{view.quarantined}, {view.mismatches}")
     return table
 
 
 def _pipelines(pipelines: Sequence[PipelineView]) -> RenderableType:
-    table = _table("into", *STAGES, "blocks inside")
+    table = _table("pipeline", *STAGES, "blocks")
     for one in pipelines:
         stages = [_number(one.stages[stage]) for stage in STAGES]
         table.add_row(one.name, *stages, f"{_number(one.used_blocks)} of {_number(one.budget_blocks)}")
@@ -187,7 +187,7 @@ def _tiers(tiers: Sequence[TierView]) -> RenderableType:
 def _oldest(view: StatusView, most: int) -> RenderableType:
     if not view.oldest:
         return "nothing is under way"
-    table = _table("container", "blocks", "stage", "in it for", "age", "waits for")
+    table = _table("container", "blocks", "stage", "in stage", "age", "waits for")
     for one in view.oldest[:most]:
         numbers = str(one.number), str(one.blocks)
         table.add_row(*numbers, one.stage, duration(one.seconds), duration(one.age), one.waits_for)

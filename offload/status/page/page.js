@@ -42,15 +42,15 @@ function showDegraded(view) {
 function showFigures(view) {
   const rates = view.rates;
   const rows = [
-    ["Found of what is asked for", share(rates.hit_blocks, rates.asked_blocks)],
-    ["Since the start", share(view.hit_blocks, view.asked_blocks)],
-    ["Blocks asked for", `${number(rates.asked_blocks)} /s`],
+    ["Hit rate", share(rates.hit_blocks, rates.asked_blocks)],
+    ["Hit rate since the start", share(view.hit_blocks, view.asked_blocks)],
+    ["Blocks looked up", `${number(rates.asked_blocks)} /s`],
     ["Blocks loaded", `${number(rates.loaded_blocks)} /s`],
     ["Blocks stored", `${number(rates.stored_blocks)} /s`],
     ["Copied into tiers", `${bytes(rates.copied_bytes)}/s`],
     ["Hits held", number(view.open_hits)],
     ["In quarantine", number(view.quarantined), view.quarantined > 0],
-    ["Found wrong", number(view.mismatches), view.mismatches > 0],
+    ["Mismatches", number(view.mismatches), view.mismatches > 0],
   ];
   $("figures").replaceChildren(...rows.map(([name, value, wrong]) => {
     const cell = element("div");
@@ -76,7 +76,7 @@ function showPipelines(view) {
       }
       $("pipelines").append(box);
     }
-    box.firstChild.textContent = `into ${pipeline.name}: ${number(pipeline.used_blocks)} of ${number(pipeline.budget_blocks)} blocks inside; `
+    box.firstChild.textContent = `${pipeline.name}: ${number(pipeline.used_blocks)} of ${number(pipeline.budget_blocks)} blocks; `
       + `${number(pipeline.complete)} containers complete, ${number(pipeline.cancelled)} cancelled, ${number(pipeline.failed)} failed`;
     for (const [stage, count] of Object.entries(pipeline.stages)) {
       const item = box.querySelector(`[data-stage="${stage}"]`);
