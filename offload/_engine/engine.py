@@ -39,6 +39,7 @@ from .._pipeline.priority import LoadPriority
 from .._pipeline.quarantine import Quarantined
 from .._pipeline.spill import Spilling
 from ..abc import EngineInstrument, Mismatch, PreconditionLike
+from ..preconditions import NO_WAIT, as_precondition
 from .concluding import Conclusions
 from .config import EngineConfig, LoadOrRecompute, OnLoadFailure
 from .direct import DirectReads
@@ -476,7 +477,9 @@ class Engine:
 
     # --- whether loaded blocks are the stored ones --------------------------------------------------------------------
 
-    async def check_layout(self, canary: Canary, layout: str) -> LayoutCheck:
+    async def check_layout(
+        self, canary: Canary, layout: str, *, precondition: PreconditionLike = NO_WAIT
+    ) -> LayoutCheck:
         """Store and load a pattern, and check that its planes come back.
 
         It is for the time before the first request. The check is made once under a key of its own, and once under the
@@ -487,14 +490,16 @@ class Engine:
         Args:
             canary: owns a free block of the cache; :meth:`backends.device.DeviceTier.canary` makes one.
             layout: the name of the layout, as in the keys: processes with the same name must have the same planes.
+            precondition: holds once the device has done its earlier work on the block: an event recorded behind it.
 
         Raises:
             LayoutCheckFailed: keys came back as values, or one head as another one: no block that is loaded can be
                 used.
-            DrainUnproven: it was cancelled, and the block may still be read.
+            PreconditionFailed: the precondition has failed; nothing was written.
+            DrainUnproven: the block may still be read.
             Unproven: the block may still be written to.
         """
-        return await LayoutChecker(self, canary, layout).run()
+        return await LayoutChecker(self, canary, layout, as_precondition(precondition)).run()
 
     # --- watching ---------------------------------------------------------------------------------------------------------
 

@@ -14,20 +14,25 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
-from backends.abc import LOADED, Blocks, Canary, Deletion, Key
+from backends.abc import LOADED, Blocks, Canary, Deletion, Key, Unproven
 from backends.base.planes import difference
 from backends.base.threads import run_in_thread_to_the_end
+from maru.exception_groups import holds
 
 from .._errors import DrainUnproven, LayoutCheckFailed, OffloadError
 from .._keys import block_key
 from .._pipeline.lifecycle import Status
-from ..abc import Mismatch
+from ..abc import Mismatch, Precondition
 from ..preconditions import NO_WAIT
+from .loading import wait_for
 from .shadow import MISMATCH
 
 if TYPE_CHECKING:
@@ -68,6 +73,8 @@ class LayoutChecker:
     canary: Canary
     layout: str
     """The name of the layout."""
+    precondition: Precondition
+    """The condition that the device has done its earlier work on the block."""
     reason: str = ""
 
     async def run(self) -> LayoutCheck:
@@ -76,16 +83,17 @@ class LayoutChecker:
         Raises:
             LayoutCheckFailed: planes came back as other ones.
         """
-        try:
+        await wait_for(self.precondition)
+        async with _on_error(self._clear):
             round_trip = await self._round_trip()
             common = self._key(_NAME)
-            shared = await self._comes_back(common)
-            if not shared and round_trip:
-                shared = await self._store(common) and await self._comes_back(common)
-        finally:
-            with trio.CancelScope(shield=True):
-                await run_in_thread_to_the_end(self.canary.clear)
+            shared = await self._comes_back(common) or (round_trip and await self._share(common))
+        await self._clear()
         return LayoutCheck(round_trip, shared, "" if round_trip and shared else self.reason)
+
+    async def _clear(self) -> None:
+        with trio.CancelScope(shield=True):
+            await run_in_thread_to_the_end(self.canary.clear)
 
     def _key(self, name: bytes) -> Key:
         # Digits: a tier may take keys for texts, and name its pages by them.
@@ -94,10 +102,18 @@ class LayoutChecker:
     async def _round_trip(self) -> bool:
         """Store, load and delete the pattern under a key of its own."""
         own = self._key(_NAME + os.urandom(16))
-        try:
-            return await self._store(own) and await self._comes_back(own)
-        finally:
-            await self._forget(own)
+        forget = partial(self._forget, own)
+        async with _on_error(forget):
+            back = await self._store(own) and await self._comes_back(own)
+        await forget()
+        return back
+
+    async def _share(self, key: Key) -> bool:
+        """Store the pattern for other processes; forget it unless it comes back."""
+        if not await self._store(key):
+            return False
+        async with _on_error(partial(self._forget, key)):
+            return await self._comes_back(key)
 
     async def _store(self, key: Key) -> bool:
         """Write the pattern and store it; return whether it has arrived."""
@@ -117,6 +133,8 @@ class LayoutChecker:
             return False
         if result.status is Status.COMPLETE and key in result.completed:
             return True
+        if isinstance(result.error, DrainUnproven):
+            raise result.error
         self.reason = (
             f"not stored: {result.error or {**result.filtered, **result.failed}.get(key, result.status.value)}"
         )
@@ -159,3 +177,23 @@ class LayoutChecker:
         answers = await self.engine.delete([key], within=1.0)
         if answers != [Deletion.MISSING] and answers != [Deletion.DELETED]:
             self.reason = self.reason or f"the block of the check stays: {answers[0].value}"
+
+
+@asynccontextmanager
+async def _on_error(cleanup: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Clean up after an error, which remains the error.
+
+    Not after a copy without a proven end, which may still use the block. One of the cleanup is the only error that replaces
+    another one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not holds(error, (Unproven, DrainUnproven)):
+            with trio.CancelScope(shield=True):
+                try:
+                    await cleanup()
+                except Exception as second:
+                    if holds(second, (Unproven, DrainUnproven)):
+                        raise
+        raise

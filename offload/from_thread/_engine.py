@@ -34,7 +34,7 @@ from .._engine.opening import configuration_of
 from .._errors import EngineCrashed
 from .._keys import BlockKey
 from ..abc import AsyncPolicy, Instrument, Policy, PreconditionLike, Recompute
-from ..preconditions import NO_WAIT
+from ..preconditions import NO_WAIT, as_precondition
 from ..preconditions import ThreadEvent as Event
 from ._calls import CallFuture, Hit, LoadFuture, LookupFuture
 from ._cancellation import CancellationToken
@@ -497,7 +497,14 @@ class Engine:
         options = {"naming": naming, "others": others, "tenant": tenant, "operator": operator}
         return self._ask(self._explain, what, options, timeout=timeout)
 
-    def check_layout(self, canary: Canary, layout: str, timeout: float | None = None) -> LayoutCheck:
+    def check_layout(
+        self,
+        canary: Canary,
+        layout: str,
+        timeout: float | None = None,
+        *,
+        precondition: PreconditionLike = NO_WAIT,
+    ) -> LayoutCheck:
         """Check that a block's planes come back as they were stored.
 
         It is for the time before the first request. See :meth:`offload.Engine.check_layout`. If it runs out of time, it
@@ -506,9 +513,10 @@ class Engine:
         Raises:
             LayoutCheckFailed: they do not.
             WaitTimeout: it took too long, and was ended.
-            DrainUnproven: it took too long, and the block may still be in use.
+            DrainUnproven: the block may still be in use.
         """
-        return self._ask(self._worker.check_layout, canary, layout, timeout=timeout, to_the_end=True)
+        ready = as_precondition(precondition)
+        return self._ask(self._worker.check_layout, canary, layout, ready, timeout=timeout, to_the_end=True)
 
     def watch_keys(self, watcher_of: Callable[[str], KeyWatcher[Key]], timeout: float | None = None) -> list[str]:
         """Report the keys of the tiers, and all later changes, to watchers.

@@ -520,9 +520,9 @@ class EngineWorker(ThreadBoundary):
         """Load. Turns a tier's ``Unproven`` into ``DrainUnproven``."""
         return await _proven(self.engine.load(pinned, destination, precondition=precondition, promote=promote))
 
-    async def check_layout(self, canary: Canary, layout: str) -> LayoutCheck:
+    async def check_layout(self, canary: Canary, layout: str, precondition: Precondition) -> LayoutCheck:
         """Check a layout. Turns a tier's ``Unproven`` into ``DrainUnproven``."""
-        return await _proven(self.engine.check_layout(canary, layout))
+        return await _proven(self.engine.check_layout(canary, layout, precondition=precondition))
 
     async def delete(self, keys: list[bytes], deadline: float) -> list[Deletion]:
         """Delete, after all hits released before are unpinned. Answers before ``deadline``."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import trio
@@ -463,6 +464,49 @@ async def test_a_layout_of_the_same_shape_that_another_process_has_stored_is_fou
             with pytest.raises(LayoutCheckFailed, match="8 planes are in each other's places"):
                 await engine.check_layout(ours.tier.canary(0), "one name")
             assert (await engine.check_layout(ours.tier.canary(0), "another name")).shared
+
+
+async def test_the_check_of_a_layout_begins_once_its_precondition_holds() -> None:
+    world, untouched = World(), list[bool]()
+    world.cache.compute(3, [7])
+    before = [layer.clone() for layer in world.cache.layers]
+
+    async def computed() -> None:
+        await trio.lowlevel.checkpoint()
+        untouched.append(all(torch.equal(*layers) for layers in zip(world.cache.layers, before, strict=True)))
+
+    async with world.open() as engine:
+        await engine.check_layout(world.cache.tier.canary(7), "our layout", precondition=computed)
+    assert untouched == [True]
+
+
+@attrs.define(eq=False)
+class OverwrittenCanary:
+    """A canary that something overwrites after one of its writes."""
+
+    canary: Any
+    overwritten: int
+    writes: int = 0
+
+    def write(self, key: bytes, seed: str) -> Any:
+        written = self.canary.write(key, seed)
+        self.writes += 1
+        if self.writes == self.overwritten:
+            self.canary.clear()
+        return written
+
+    def clear(self) -> Any:
+        return self.canary.clear()
+
+
+@pytest.mark.parametrize("write", [1, 4], ids=["its own", "for others"])
+async def test_a_pattern_that_was_stored_wrong_is_not_left_to_other_processes(write: int) -> None:
+    world = World()
+    async with world.open() as engine:
+        with pytest.raises(LayoutCheckFailed):
+            await engine.check_layout(OverwrittenCanary(world.cache.tier.canary(7), write), "our layout")
+        assert not len(world.host)
+        assert (await engine.check_layout(world.cache.tier.canary(7), "our layout")).shared
 
 
 async def test_a_layout_is_not_known_where_no_tier_takes_the_block() -> None:

@@ -227,7 +227,7 @@ class Answers:
     def __init__(self, error):
         self.error, self.closed = error, False
 
-    def check_layout(self, canary, layout, timeout):
+    def check_layout(self, canary, layout, timeout, precondition):
         raise self.error
 
     def close(self):

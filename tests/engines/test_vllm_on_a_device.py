@@ -23,6 +23,7 @@ from offload.engines.vllm import _chunks, _copies
 from offload.engines.vllm._arena import Arena
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, layout_of_caches
 from offload.engines.vllm._copies import RowCopies
+from offload.engines.vllm._worker import check_layout
 from tests.engines import test_vllm_halves as halves
 from tests.support.maru_processes import eventually
 from tests.support.planted import device as P
@@ -243,6 +244,41 @@ def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_start(monk
             P.chunks_are_loaded_in_another_order(monkeypatch)
             with pytest.raises(LayoutCheckFailed, match="planes"):
                 engine.check_layout(source.canary([6, 7]), "a name")
+
+
+@contextmanager
+def checked(**knobs: Any) -> Iterator[tuple[There, from_thread.Engine, Any]]:
+    """An engine whose layout is to be checked with free blocks; the copier has its threads and streams."""
+    with device(**knobs) as there:
+        source = there.source()
+        with from_thread.open_engine(source, [MemoryTier(1 << 20, source.block_bytes)], shadow_check=0) as engine:
+            pages = new_pages(1, source.block_bytes)
+            source.copy_blocks_out([[0, 1]], pages)
+            source.copy_in([[0, 1]], pages)
+            # Made after those of the copier: its work is done later if nothing waits for it.
+            there.compute = there.driver.stream()
+            yield there, engine, source.canary([6, 7])
+
+
+def calls_of_a_check() -> int:
+    with checked() as (there, engine, canary):
+        begun = len(there.fake.calls)
+        check_layout(engine, canary, halves.NAMING)
+        return len(there.fake.calls) - begun
+
+
+def checks_behind_what_is_queued(number: int) -> None:
+    """vLLM zeroes its cache before it registers it, and that ends at some call of the driver."""
+    with checked() as (there, engine, canary):
+        there.fake.kernel(there.compute, lambda: [there.fill(at, 0) for at in range(8)])
+        computed, begun = there.record(), len(there.fake.calls)
+        there.fake.choose = lambda n: n - 1 if len(there.fake.calls) - begun > number else 0
+        assert engine.check_layout(canary, "a name", precondition=computed).shared
+
+
+def test_the_check_of_a_layout_comes_behind_what_is_queued_for_its_blocks() -> None:
+    for number in range(0, calls_of_a_check(), 3):
+        checks_behind_what_is_queued(number)
 
 
 @attrs.frozen(eq=False)

@@ -214,13 +214,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self, kv_caches: dict[str, torch.Tensor], engine: from_thread.Engine, pages: WorkerPages, naming: ChunkNaming
     ) -> None:
         on_device = next(iter(kv_caches.values())).device.type == "cuda"
+        computed = _forward_pass if on_device else _no_wait
         self._worker = WorkerHalf(
             engine,
             pages.source,
             pages.naming,
             lookup_timeout=self._settings.lookup_timeout,
             load_timeout=self._settings.load_timeout,
-            computed=_forward_pass if on_device else lambda: NO_WAIT,
+            computed=computed,
             tenant=self._settings.tenant,
             room_knob=self.settings_type.room_knob,
         )
@@ -228,7 +229,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         _WORKERS[name] = self._worker
         self._facts = WorkerFacts(pages.parts, pages.source.block_bytes, os.getpid(), name, naming.model)
         if pages.canary is not None:
-            check_layout(engine, pages.canary, naming)
+            check_layout(engine, pages.canary, naming, computed())
 
     def unregister_kv_caches(self) -> None:
         """Stop reading the cache before sleep. Idempotent.
@@ -577,6 +578,11 @@ def _scheduled(output: Any, groups: Sequence[BlockGroup]) -> Scheduled:
         overwritten=frozenset(overwritten),
         cancelled=frozenset(output.preempted_req_ids or ()),
     )
+
+
+def _no_wait() -> PreconditionLike:
+    """Return a precondition that holds: in host memory, work is over when it returns."""
+    return NO_WAIT
 
 
 def _forward_pass() -> PreconditionLike:

@@ -442,18 +442,26 @@ class WorkerHalf:
             _log.error("the engine of a worker could not be closed: %s", error)
 
 
-def check_layout(engine: from_thread.Engine, canary: ChunkCanary, naming: ChunkNaming) -> None:
+def check_layout(
+    engine: from_thread.Engine, canary: ChunkCanary, naming: ChunkNaming, computed: PreconditionLike = NO_WAIT
+) -> None:
     """Send a pattern through a store and a load.
 
     If it comes back in another layout, nothing is offloaded. It has ended when this returns: its use of the device
     would invalidate a graph that vLLM captures next.
+
+    Args:
+        engine: stores from the cache.
+        canary: free blocks of the cache.
+        naming: of this worker's chunks.
+        computed: holds once earlier work on the device is over. vLLM's own zeroing of the cache may still be queued.
 
     Raises:
         DrainUnproven: its end is not certain.
     """
     layout = f"{naming.model}/{naming.dtype}/{naming.layout}/{naming.rank}"
     try:
-        check = engine.check_layout(canary, layout, timeout=LONGEST_CHECK)
+        check = engine.check_layout(canary, layout, timeout=LONGEST_CHECK, precondition=computed)
     except LayoutCheckFailed as error:
         _log.error("nothing is offloaded, and nothing loaded: %s", error)
         close_engine(engine)
