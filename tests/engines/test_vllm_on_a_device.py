@@ -18,7 +18,7 @@ from backends.base.copier import Copier, close_copiers
 from backends.base.pages import checksums, new_pages
 from backends.memory import MemoryTier
 from maru.fake_cuda import FakeCuda, every_order, use
-from offload import NO_WAIT, LayoutCheckFailed, Status, block_key, from_thread
+from offload import NO_WAIT, DrainUnproven, LayoutCheckFailed, Status, block_key, from_thread
 from offload.engines.vllm import _chunks, _copies
 from offload.engines.vllm._arena import Arena
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, layout_of_caches
@@ -33,6 +33,7 @@ LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 """Orders of memory, as vLLM 0.32 names them: layers, blocks, heads, tokens, content."""
 RUNS = {"LBHNC": 3, "LBNHC": 3, "LHBNC": 6, "BLHNC": 1, "BLNHC": 1, "BHLNC": 1}
 """Runs of memory that a block has."""
+OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
 ITEM_BYTES = {"uint8": 1, "torch.float8_e4m3fn": 1, "torch.bfloat16": 2, "torch.uint16": 2}
 
 
@@ -279,6 +280,43 @@ def checks_behind_what_is_queued(number: int) -> None:
 def test_the_check_of_a_layout_comes_behind_what_is_queued_for_its_blocks() -> None:
     for number in range(0, calls_of_a_check(), 3):
         checks_behind_what_is_queued(number)
+
+
+def check_with_failing_calls(number: int, code: int, calls: int, log: pytest.LogCaptureFixture) -> tuple[str, bool]:
+    """Have so many calls of a check fail; returns how it ended, and whether a copy may still be under way."""
+    log.clear()
+    with checked() as (there, engine, canary):
+        begun = len(there.fake.calls)
+        for failing in range(calls):
+            there.fake.fail(begun + number + failing, code)
+        try:
+            check_layout(engine, canary, halves.NAMING)
+            ended = "checked"
+        except DrainUnproven:
+            ended = "unproven"
+        under_way = any(stream.queue for stream in there.fake.streams.values())
+        if log.messages:
+            assert ended == "unproven" or log.text.count("was not checked") == 1
+            ended = ended.replace("checked", "not checked")
+        if ended != "unproven":
+            engine.statistics()  # it is open: offloading goes on
+    return ended, under_way
+
+
+@pytest.mark.parametrize("code", [OUT_OF_MEMORY, ILLEGAL_ADDRESS], ids=["refused", "sticky"])
+def test_a_check_of_which_one_call_fails_is_over_and_offloading_goes_on(
+    code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = [check_with_failing_calls(number, code, 1, caplog) for number in range(0, calls_of_a_check(), 3)]
+    assert set(ends) <= {("checked", False), ("not checked", False)}
+    assert ("not checked", False) in ends
+
+
+def test_a_check_whose_copies_have_no_proven_end_ends_the_start_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    calls = range(0, calls_of_a_check(), 2)
+    ends = [check_with_failing_calls(number, OUT_OF_MEMORY, 2, caplog) for number in calls]
+    assert [ended for ended, under_way in ends if under_way and ended != "unproven"] == []
+    assert ("unproven", True) in ends
 
 
 @attrs.frozen(eq=False)

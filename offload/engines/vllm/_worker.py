@@ -467,7 +467,7 @@ def check_layout(
         close_engine(engine)
     except DrainUnproven:
         raise
-    except OffloadError as error:
+    except Exception as error:  # such as an error of the device that may not come again
         _log.warning("the layout of the cache was not checked: %s", error)
     else:
         if check.inconclusive:
