@@ -22,7 +22,7 @@ import trio
 
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, PacedTier
-from offload import NO_WAIT, BatchConfig, EngineConfig, LoadOrRecompute, PipelineConfig, from_thread
+from offload import NO_WAIT, BatchConfig, DrainUnproven, EngineConfig, LoadOrRecompute, PipelineConfig, from_thread
 from offload.abc import AsyncPolicy
 from offload.engines.vllm import _worker
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks
@@ -545,6 +545,64 @@ def test_before_the_cache_goes_to_sleep_the_copies_that_read_it_are_waited_for()
         vllm.assert_content("q", blocks_from(40), 192)
 
 
+def test_before_the_cache_goes_to_sleep_the_copies_that_write_it_are_ended():
+    tier = SlowToLoad()
+    with instance(tier) as vllm:
+        stored(vllm)
+        gate = tier.gate = trio.Event()
+        vllm.scheduler.allocated("second", [blocks_from(32)], vllm.matched("p", 256, name="second"))
+        vllm.step()
+        eventually(lambda: tier.waiting)
+        asleep = threading.Event()
+
+        def sleep() -> None:
+            vllm.worker.leave_cache()
+            vllm.cache.zero_()
+            asleep.set()
+
+        thread = threading.Thread(target=sleep)
+        thread.start()
+        assert not asleep.wait(0.1)
+        vllm.worker.engine.call(gate.set)
+        assert asleep.wait(SOON)
+        thread.join(SOON)
+        vllm.step()
+        assert vllm.received == {"second"} and vllm.failed == set(blocks_from(32)[:12])
+        assert not vllm.cache.any()
+
+
+def test_a_load_that_has_not_begun_when_the_cache_goes_to_sleep_does_not_begin():
+    passes = Passes()
+    with instance(memory(), computed=passes.record) as vllm:
+        stored(vllm)
+        passes.over_at_once = False
+        vllm.scheduler.allocated("second", [blocks_from(32)], vllm.matched("p", 256, name="second"))
+        vllm.step()
+        vllm.worker.leave_cache()
+        vllm.cache.zero_()
+        passes.events[-1].set()
+        vllm.step()
+        assert vllm.received == {"second"} and vllm.failed == set(blocks_from(32)[:12])
+        assert not vllm.cache.any()
+
+
+def test_the_cache_does_not_go_to_sleep_under_a_store_without_a_proven_end(monkeypatch):
+    tier = Gated()
+    instrument, copying = began()
+    gate = tier.faults.gate = trio.Event()
+    pipeline = PipelineConfig(drain_timeout=0.05)
+    config = EngineConfig(tiers={"host": tier}, pipeline=pipeline)
+    with instance(config, instruments=[instrument]) as vllm:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 256, blocks_from(0))
+        assert copying.wait(SOON)
+        for _ in range(2):  # the second time, when the store has long ended
+            with pytest.raises(DrainUnproven):
+                vllm.worker.leave_cache()
+        vllm.worker.engine.call(gate.set)
+
+
 def test_a_store_that_was_not_copied_yet_is_cancelled_where_its_blocks_are_given_out():
     with instance(memory(), computed=from_thread.Event) as vllm:
         vllm.matched("p", 256)
@@ -805,12 +863,14 @@ def test_an_aborted_request_that_is_being_loaded_is_told_of_when_its_load_is_ove
 
 class SlowToLoad(FakeTier):
     gate: trio.Event | None = None
+    waiting = False
 
     def __init__(self) -> None:
         super().__init__(64, SIZE)
 
     async def load(self, lease: Any, destination: Any) -> Any:
         if self.gate is not None:
+            self.waiting = True
             with trio.CancelScope(shield=True):
                 await self.gate.wait()
         return await super().load(lease, destination)
@@ -828,6 +888,8 @@ def test_a_load_without_a_proven_end_withholds_the_blocks(monkeypatch):
         while unproven not in vllm.worker.counts.snapshot():
             vllm.step()
         assert vllm.received == set()
+        with pytest.raises(DrainUnproven):
+            vllm.worker.leave_cache()  # vLLM would free it
         vllm.worker.engine.call(gate.set)
         vllm.scheduler.received(["second"], frozenset())
 

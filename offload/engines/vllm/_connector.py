@@ -86,6 +86,11 @@ def _withdraw(connector: OffloadConnector, *args: Any) -> None:
         connector._worker.withdraw()
 
 
+def _leave_cache(connector: OffloadConnector) -> None:
+    if connector._worker is not None:
+        connector._worker.leave_cache()
+
+
 def _end_loads(connector: OffloadConnector, *args: Any, **kwargs: Any) -> None:
     if connector._worker is not None:
         connector._worker.end_loads(connector._plan)
@@ -118,8 +123,8 @@ _HOOKS: Final = {
     # copy without a proven end might write to a block that vLLM gives out, or fall into a capture.
     "register_kv_caches": Hook(nothing, passes=(ValueError, DrainUnproven)),
     "set_xfer_handshake_metadata_pp_aware": Hook(nothing, passes=(ValueError,)),
-    # Their memory goes next, so that a running copy has to end here.
-    "unregister_kv_caches": Hook(nothing, _withdraw),
+    # Their memory goes next, so that a running copy has to end here; vLLM must not free it under one that may go on.
+    "unregister_kv_caches": Hook(nothing, _leave_cache, passes=(DrainUnproven,)),
     "restore_kv_caches": NOTHING,
     "get_handshake_metadata": NOTHING,
     "handle_preemptions": Hook(nothing, _withdraw),
@@ -185,7 +190,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return true: before the cache goes, its stores are ended.
+        """Return true: before the cache goes, its copies are ended.
 
         vLLM asks from 0.33 on.
         """
@@ -232,7 +237,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             check_layout(engine, pages.canary, naming, computed())
 
     def unregister_kv_caches(self) -> None:
-        """Stop reading the cache before sleep. Idempotent.
+        """Stop using the cache before sleep. Idempotent.
 
         vLLM calls it from 0.33 on.
         """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from backends.abc import ExternalBlocks
 
 from ... import from_thread
 from ..._engine import GIVEN_UP
-from ..._errors import DrainUnproven, LayoutCheckFailed, OffloadError
+from ..._errors import DrainUnproven, LayoutCheckFailed, OffloadError, WaitTimeout
 from ..._pipeline.lifecycle import Status
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
@@ -49,6 +50,11 @@ LONGEST_CHECK: Final = 5.0
 
 It waits that long if a tier is slow to answer.
 """
+LONGEST_END: Final = 30.0
+"""Seconds that a load which was told to end may take.
+
+The engine answers sooner, unless its thread hangs.
+"""
 DRAIN_TIMEOUT: Final = 10.0
 """Seconds that the end of a worker waits for running stores."""
 
@@ -60,6 +66,11 @@ class _Load:
     plan: LoadPlan
     future: from_thread.LookupFuture | from_thread.LoadFuture | None = None
     given_up: bool = False
+    """Whether nobody uses its result."""
+    cancelled: bool = False
+    """Whether it was told to end, so that it begins no copy any more."""
+    over: threading.Event = attrs.Factory(threading.Event)
+    """Set when it writes no more, or its end cannot be proven."""
 
 
 @attrs.define(eq=False)
@@ -119,6 +130,7 @@ class WorkerHalf:
         self._stores: dict[from_thread.StoreFuture, _Store] = {}
         self._tokens: dict[str, from_thread.CancellationToken] = {}
         self._idle = False
+        self._unproven: OffloadError | None = None  # of a copy that may still use the cache
 
     # --- before the forward pass ----------------------------------------------------------------------------------
 
@@ -148,13 +160,31 @@ class WorkerHalf:
         self._end_stores(list(self._stores.values()))
 
     def leave_cache(self) -> None:
-        """Ensure that nothing reads vLLM's cache any more.
+        """Ensure that nothing reads or writes vLLM's cache any more.
 
         Its memory is about to go. Later stores and loads work as before.
+
+        Raises:
+            DrainUnproven: a copy may still use the cache: it must not be freed.
         """
-        stores = list(self._stores.values())
+        stores, loads = list(self._stores.values()), list(self._loads.values())
+        loads = [load for load in loads if not load.over.is_set()]
+        for load in loads:
+            self._request_end(load)
         self._end_stores(stores)
+        for load in loads:
+            if not load.over.wait(LONGEST_END):
+                self._unproven = WaitTimeout(f"{load.future!r} does not end")
         self.counts.add("stores cancelled, since the cache goes to sleep", len(stores))
+        self.counts.add("loads cancelled, since the cache goes to sleep", len(loads))
+        if self._unproven is not None:
+            raise DrainUnproven(f"a copy may still use the cache: {self._unproven}") from self._unproven
+
+    @staticmethod
+    def _request_end(load: _Load) -> None:
+        load.cancelled = True
+        if load.future is not None:
+            load.future.request_cancel()
 
     def _end_stores(self, stores: Sequence[_Store]) -> None:
         for store in stores:
@@ -171,10 +201,12 @@ class WorkerHalf:
             store.future.cancel()
         except DrainUnproven as error:
             # The page that it is copied to is quarantined: nothing will ever be found under its key.
+            self._unproven = error
             self.counts.trouble("copies without a proven end, whose pages are not used any more", error)
         except OffloadError as error:
             # Its key must not be registered any more, since its bytes are about to change. That is done in the engine's
             # thread, so that this ends with the engine.
+            self._unproven = error
             _log.error("%r does not end: %s. Nothing is offloaded any more", store.future, error)
             self._close(0.0)
 
@@ -235,7 +267,7 @@ class WorkerHalf:
             self._arrive(load, 0, error)
             return
         load.future = loading
-        if load.given_up:
+        if load.cancelled:
             loading.request_cancel()
         loading.add_done_callback(partial(self._loaded, load))
 
@@ -250,6 +282,8 @@ class WorkerHalf:
         except DrainUnproven as unproven:
             # If it were reported as over, vLLM would give the blocks to somebody, and a copy may still write to them.
             self.counts.trouble("loads without a proven end, whose requests and blocks are withheld", unproven)
+            self._unproven = unproven
+            load.over.set()
             return
         except Exception as raised:
             error = raised
@@ -257,6 +291,7 @@ class WorkerHalf:
 
     def _arrive(self, load: _Load, loaded: int, why: Exception | str = "") -> None:
         self._arrived.put((load.plan.request_id, loaded))
+        load.over.set()
         missing = len(load.plan.hashes) - loaded
         self.counts.add("chunks loaded", loaded)
         if (why or missing) and not load.given_up:
@@ -288,8 +323,7 @@ class WorkerHalf:
             load = self._loads.get(request_id)
             if load is not None:
                 wait, load.given_up = False, True
-                if load.future is not None:
-                    load.future.request_cancel()
+                self._request_end(load)
         while True:
             try:
                 # Nothing is computed in this step: give the threads that load a chance, rather than return at once.
@@ -384,6 +418,8 @@ class WorkerHalf:
         finally:
             self._stores.pop(future, None)
         result, pages = future.result(0), self._source.pages_per_chunk
+        if isinstance(result.error, DrainUnproven):
+            self._unproven = result.error
         self.counts.add("chunks stored", len(result.completed) // pages)
         if future.dropped:
             self._dropped(len(chunks) // pages)
