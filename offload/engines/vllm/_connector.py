@@ -45,6 +45,7 @@ from ...preconditions import NO_WAIT, as_precondition
 from .._guard import NOTHING, Hook, guarded, nothing
 from .._weights import AdapterWeights, config_text, weights_text
 from ._chunks import NoChunks, layout_of_caches
+from ._device_events import record_event
 from ._kernels import kernel_text
 from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming, Naming
@@ -595,6 +596,4 @@ def _forward_pass() -> PreconditionLike:
 
     One for all stores or loads of a step, so that they share one wait.
     """
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-    event.record()
-    return as_precondition(event)
+    return as_precondition(record_event())

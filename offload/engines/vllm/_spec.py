@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Final
 
-import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -39,6 +38,7 @@ from .._weights import weights_text
 from ._arena import Arena
 from ._chunks import ChunkSource, GroupCaches
 from ._copies import NOWHERE, Copied, InPlace, RowCopies
+from ._device_events import record_event
 from ._kernels import kernel_text
 from ._manager import HostMemory, open_host_memory
 from ._naming import ChunkNaming
@@ -297,8 +297,9 @@ class RowWorker(OffloadingWorker):
         handed_over = sum(one.page_size_bytes for one in kv_caches.tensors)
         if config.kv_cache_layout == "LHBNC" and handed_over < config.worker_kv_bytes_per_block:
             raise ValueError(
-                f"of each block vLLM hands over {handed_over} of {config.worker_kv_bytes_per_block} bytes in layout LHBNC: "
-                "use OffloadConnector, or set VLLM_KV_CACHE_LAYOUT to LBHNC"
+                "in layout LHBNC vLLM passes only the first head of the first layer to OffloadSpec, which is "
+                f"{handed_over} of {config.worker_kv_bytes_per_block} bytes of each block: use OffloadConnector, which takes "
+                "this layout, or set VLLM_KV_CACHE_LAYOUT to LBHNC"
             )
         groups = [
             ChunkSource(
@@ -366,6 +367,4 @@ class RowWorker(OffloadingWorker):
 
 def _started_on_device() -> Sequence[Any]:
     """Return an event for the end of this thread's stream's work."""
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-    event.record()
-    return [event]
+    return [record_event()]

@@ -118,3 +118,11 @@ def copies_wait_for_the_default_stream(patch: Any) -> None:
 def a_thread_that_waits_for_a_copy_spins(patch: Any) -> None:
     """Each copy that is waited for takes a processor."""
     patch.setattr(cuda, "_BLOCKING_SYNC", 0)
+
+
+def vllm_records_no_event(patch: Any) -> None:
+    """Copies between vLLM's cache and host memory come before what vLLM has started. Needs vLLM."""
+    from offload.engines.vllm import _connector, _spec
+
+    patch.setattr(_connector, "_forward_pass", _connector._no_wait)
+    patch.setattr(_spec, "_started_on_device", tuple)
