@@ -150,7 +150,7 @@ class _Entry:
 class Places:
     """The registered caches of one connection, and its staging area."""
 
-    def __init__(self, connection: DaemonConnection, block_bytes: int) -> None:
+    def __init__(self, connection: DaemonConnection, block_bytes: int, *, huge_pages: bool = True) -> None:
         self._connection = connection
         self._trio = trio.lowlevel.current_trio_token()
         self._entries: dict[weakref.ref[object], _Entry] = {}
@@ -158,14 +158,14 @@ class Places:
 
         It works as a ``WeakKeyDictionary``, whose entries would go without notice.
         """
-        self.staging: Staging = Staging(block_bytes)
+        self.staging: Staging = Staging(block_bytes, huge_pages=huge_pages)
         self._spare: Staging | None = None
 
     def take_area(self, slots: int) -> Staging:
         """Return an area with so many free slots, for one load alone."""
         spare = self._spare
         if spare is None or spare.slots < slots:
-            return Staging(self.staging.block_bytes, slots)
+            return Staging(self.staging.block_bytes, slots, huge_pages=self.staging.huge_pages)
         self._spare = None
         return spare
 
@@ -283,8 +283,10 @@ class Staging:
     It is a place itself, made at its first use.
     """
 
-    def __init__(self, block_bytes: int, slots: int = 0) -> None:
+    def __init__(self, block_bytes: int, slots: int = 0, *, huge_pages: bool = True) -> None:
         self.block_bytes = block_bytes
+        self.huge_pages: bool = huge_pages
+        """Whether its memory gets huge pages as far as available."""
         self.slots: int = slots or max(_FEWEST, STAGING_BYTES // max(1, block_bytes))
         """Blocks that pass through at once; further ones wait."""
         self._memory: SharedMemory | None = None
@@ -306,7 +308,7 @@ class Staging:
     def memory(self) -> SharedMemory:
         """The memory, made at its first use."""
         if self._memory is None:
-            self._memory = SharedMemory(self.nbytes, populate=True)
+            self._memory = SharedMemory(self.nbytes, populate=True, huge_pages=self.huge_pages)
         return self._memory
 
     def pages(self, slots: Sequence[int]) -> Pages:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import math
 import os
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
 
 from backends.base.pages import Pages
 from maru.base.errors import CannotMap
@@ -28,6 +30,9 @@ from maru.base.memory.pinning import Pin, uses_cuda
 if TYPE_CHECKING:
     import torch
 
+_PART_BYTES: Final = 256 << 20
+"""Most bytes that are put in place at once: some tenths of a second."""
+_log = logging.getLogger(__name__)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _lock = threading.Lock()
@@ -57,24 +62,25 @@ class SharedMemory:
 
     Args:
         nbytes: how many.
-        populate: put its pages in place, in the background, huge ones as far as they are to be had.
+        populate: put its pages in place: see :meth:`prepare`.
+        huge_pages: put huge pages in place.
 
     Raises:
         OSError: there is no memory for them, or no descriptor.
     """
 
-    def __init__(self, nbytes: int, *, populate: bool = False) -> None:
+    def __init__(self, nbytes: int, *, populate: bool = False, huge_pages: bool = True) -> None:
         self._adopt(sealed_memfd("offload-cache", nbytes), nbytes)
         if populate:
-            with suppress(OSError):  # without a thread, pages come at their first write
-                in_background(partial(_populate, weakref.ref(self)))
-        self.pin()
+            self.prepare(huge_pages=huge_pages)
+        else:
+            self.pin()
 
     @classmethod
     def of(cls, descriptor: int, nbytes: int) -> SharedMemory:
         """Return the memory of a descriptor from :func:`sealed_memfd`.
 
-        The descriptor may come from another process. It is closed at the end. It is not pinned yet: see :meth:`pin`.
+        The descriptor may come from another process. It is closed at the end. It is not pinned yet: see :meth:`prepare`.
 
         Raises:
             OSError: it cannot be mapped.
@@ -94,6 +100,16 @@ class SharedMemory:
         self.nbytes: int = nbytes
         with _lock:
             _all.add(self)
+
+    def prepare(self, *, huge_pages: bool = True) -> None:
+        """Put all pages in place in the background, then pin them.
+
+        Args:
+            huge_pages: put huge pages in place as far as they are available.
+        """
+        with suppress(OSError):  # without a thread, pages come at their first write
+            in_background(_Placing(weakref.ref(self), huge_pages).step)
+        self.pin()
 
     def pin(self) -> None:
         """Pin the memory in the background, if this process uses CUDA.
@@ -138,13 +154,29 @@ class SharedMemory:
         return torch.frombuffer(self.buffer(), dtype=dtype, count=math.prod(shape), offset=offset).view(*shape)
 
 
-def _populate(shared: weakref.ref[SharedMemory]) -> bool:
-    memory = shared()
-    if memory is not None:
-        make_huge(memory.memory)
-        with suppress(CannotMap):  # the first write finds out
-            memory.memory.populate()
-    return False
+@attrs.define(eq=False)
+class _Placing:
+    """Pages that are put in place part by part."""
+
+    _shared: weakref.ref[SharedMemory]
+    _huge_pages: bool
+    _placed: int = 0
+
+    def step(self) -> bool:
+        """Put the next part in place; return whether there is another one."""
+        shared = self._shared()
+        if shared is None:
+            return False
+        start, length = self._placed, min(_PART_BYTES, shared.memory.length - self._placed)
+        if self._huge_pages:
+            make_huge(shared.memory, start, length)
+        try:
+            shared.memory.populate(start, length)
+        except CannotMap as error:  # the first write finds out
+            _log.warning("%r is not in memory from byte %d on: %s", shared, start, error)
+            return False
+        self._placed += length
+        return self._placed < shared.memory.length
 
 
 def memory_of(address: int, nbytes: int) -> tuple[SharedMemory, int] | None:

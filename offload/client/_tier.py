@@ -154,6 +154,7 @@ class DaemonTier(TierBase[DaemonLease]):
         name: of this engine, for the daemon's log.
         credential: identifies the tenant, if the daemon has tenants.
         connect_timeout: seconds to wait for the daemon when the tier is entered.
+        huge_pages: put pages of 2 MiB under the memory that blocks are staged in, as far as available.
     """
 
     lease_type: ClassVar[type[TierLease[Any]]] = DaemonLease
@@ -170,8 +171,10 @@ class DaemonTier(TierBase[DaemonLease]):
         name: str = "",
         credential: str = "",
         connect_timeout: float = 5.0,
+        huge_pages: bool = True,
     ) -> None:
         self.block_bytes = block_bytes
+        self._huge_pages = huge_pages
         self._open = (url, name, credential, connect_timeout)
         self._exit = AsyncExitStack()
         self._connection: DaemonConnection | None = None
@@ -497,7 +500,7 @@ class DaemonTier(TierBase[DaemonLease]):
 
     def _its_places(self) -> Places:
         if self._places is None:
-            self._places = Places(self.connection, self.block_bytes)
+            self._places = Places(self.connection, self.block_bytes, huge_pages=self._huge_pages)
         return self._places
 
 

@@ -1,9 +1,17 @@
 """Memory that a client shares with a daemon, and vLLM's scheduler with its workers, is pinned where CUDA is used."""
 
 import gc
+import itertools
+import threading
+from typing import Any
+
+import pytest
 
 from maru.base.memory import pinning
-from offload.client import SharedMemory
+from maru.base.memory.memory import Memory
+from offload.client import SharedMemory, _shared
+from offload.client._places import Staging
+from offload.engines.vllm._arena import Arena
 from tests.support.cuda_process import process_with_cuda
 
 
@@ -24,4 +32,48 @@ def test_a_process_without_cuda_pins_none():
         memory = SharedMemory(5000)
         pinning.background.wait_prepared()
         assert not cuda.registered
+        del memory
+
+
+def arena(**options: Any) -> SharedMemory:
+    made = Arena(f"arena {next(_numbers)}", 4, 1 << 20, **options)
+    made.unlink()
+    return made.memory
+
+
+def staging(**options: Any) -> SharedMemory:
+    return Staging(1 << 20, 4, **options).memory
+
+
+_numbers = itertools.count()
+AREAS = pytest.mark.parametrize("area", [arena, staging])
+
+
+@AREAS
+def test_an_area_gets_huge_pages_in_the_background_before_it_is_pinned(area, monkeypatch):
+    parts: list[tuple[str, int, int]] = []
+
+    def make_huge(memory: Memory, start: int, length: int) -> None:
+        parts.append((threading.current_thread().name, start, length))
+        assert not cuda.registered
+
+    monkeypatch.setattr(_shared, "make_huge", make_huge)
+    monkeypatch.setattr(_shared, "_PART_BYTES", 4 << 20)
+    with process_with_cuda() as cuda:
+        memory = area()
+        pinning.background.wait_prepared()
+        assert parts[0] == ("prepare memory", 0, 4 << 20)
+        assert sum(length for _, _, length in parts) == memory.memory.length
+        whole = (memory.memory.address, memory.memory.address + memory.memory.length)
+        assert pinning.spans(memory.memory.address, memory.nbytes) == [whole]
+        del memory
+
+
+@AREAS
+def test_an_area_gets_small_pages_if_told_to(area, monkeypatch):
+    monkeypatch.setattr(_shared, "make_huge", None)
+    with process_with_cuda() as cuda:
+        memory = area(huge_pages=False)
+        pinning.background.wait_prepared()
+        assert cuda.registered
         del memory

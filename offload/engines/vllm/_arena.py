@@ -28,7 +28,6 @@ from typing import Final
 
 from backends.base.pages import Pages
 from maru.base.all_bytes import read_head
-from maru.base.memory.huge_pages import make_huge
 from maru.base.private_directory import open_private_directory
 
 from ...client._shared import SharedMemory, sealed_memfd
@@ -63,13 +62,16 @@ class Arena(SharedBlocks):
         n: number of rows.
         block_bytes: size of each.
         rank: of the worker; ``None`` for the scheduler.
+        huge_pages: put huge pages in place as far as they are available.
 
     Raises:
         OSError, maru.CannotMap: the memory cannot be had.
         ValueError: there is an arena of this name and of another size, or with a process of this rank.
     """
 
-    def __init__(self, name: str, n: int, block_bytes: int, rank: int | None = None) -> None:
+    def __init__(
+        self, name: str, n: int, block_bytes: int, rank: int | None = None, *, huge_pages: bool = True
+    ) -> None:
         self._link = arena_link(name)
         identity = _IDENTITY.pack(arena_digest(name), n, block_bytes)
         rows_end = n * block_bytes
@@ -86,9 +88,7 @@ class Arena(SharedBlocks):
             if opened is None:
                 memory.buffer()[last_page : last_page + len(identity)] = identity
         self._may_be_linked = True
-        make_huge(memory.memory)
-        memory.memory.populate()
-        memory.pin()
+        memory.prepare(huge_pages=huge_pages)
         super().__init__(memory, block_bytes, n)
         self._marks = memory.buffer()[rows_end : rows_end + n]
 

@@ -57,7 +57,8 @@ def open_host_memory(
         OSError: the memory cannot be had.
         ValueError: there is an arena of this name and of another size.
     """
-    arena = Arena(name, settings.cpu_bytes_to_use // row_bytes, row_bytes)
+    rows = settings.cpu_bytes_to_use // row_bytes
+    arena = Arena(name, rows, row_bytes, huge_pages=settings.huge_pages)
     return HostMemory(
         from_thread.open_engine(arena, settings.engine_config(), when_full="drop").start(),
         arena,

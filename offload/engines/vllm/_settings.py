@@ -274,6 +274,11 @@ class SpecSettings:
     """
 
     cpu_bytes_to_use: int = _knob.size(0, 0, 1 << 44, "Host memory of this instance, for all its workers: 8 GiB.")
+    huge_pages: bool = _knob.flag(
+        True,
+        "Put pages of 2 MiB under host memory in the background, if the kernel makes them on request (Linux 6.1). "
+        "Off: small pages.",
+    )
     engine: Mapping[str, Any] = _knob.field(
         _NO_TABLE,
         "a table",

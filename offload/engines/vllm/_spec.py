@@ -91,7 +91,7 @@ class OffloadSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the part that runs in a worker."""
         rows, rank = self._settings.cpu_bytes_to_use // self._row_bytes, self.config.parallel.rank
-        arena = Arena(self.config.engine_id, rows, self._row_bytes, rank)
+        arena = Arena(self.config.engine_id, rows, self._row_bytes, rank, huge_pages=self._settings.huge_pages)
         return RowWorker(arena, self._part_bytes, kv_caches, self.config)
 
     @cached_property
