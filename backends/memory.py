@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from maru.base.errors import CannotMap
 from maru.base.memory.huge_pages import make_huge
 from maru.base.memory.memory import MADV_POPULATE_WRITE, Memory, madvise
-from maru.base.memory.pinning import Pin, uses_cuda, why_no_driver
+from maru.base.memory.pinning import Pin, when_used, why_no_driver
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._errors import PlaceClosed
@@ -123,6 +123,10 @@ class HostPages:
         if self.pin.why_not:
             raise MemoryError(f"{memory.length} bytes cannot be pinned: {self.pin.why_not}")
 
+    def pin_soon(self) -> None:
+        """Pin the memory for CUDA, large memory in the background."""
+        self.start_pinning(now=False)
+
     def close(self) -> None:
         """Unmap the memory once none of its pages is in use.
 
@@ -139,9 +143,9 @@ class MemoryTier(SlotTier, DirectTier):
         block_bytes: size of every block.
         checksums: keep an xxh3-64 of each block, and verify it at every load and at every copy to another place.
         eviction: chooses the victims; :class:`~maru.eviction.AdaptiveLRFU` by default.
-        pin_memory: pin the memory for CUDA, so that devices copy from and to it by themselves. ``True``: pin now, or
-            fail. ``None``: pin after populating, if this process uses CUDA by then (torch has initialized it, or this
-            is a daemon on a host with a driver); pin more than 1 GiB in the background; and go without if CUDA refuses.
+        pin_memory: pin the memory for CUDA, so that devices copy from and to it by themselves. ``True``: now, or fail.
+            ``None``: once it is populated and this process uses CUDA (torch has initialized it, this is a daemon on a
+            host with a driver, or a device copies); more than 1 GiB in the background; and go without if CUDA refuses.
         populate: touch all of the memory now instead of at the first write of each page.
         huge_pages: use pages of 2 MiB if the kernel has them: they are populated faster, and need fewer translation
             entries.
@@ -213,8 +217,8 @@ class MemoryTier(SlotTier, DirectTier):
             self._pin_soon()
 
     def _pin_soon(self) -> None:
-        if self._pin_memory is None and uses_cuda():
-            self._pages.start_pinning(now=False)
+        if self._pin_memory is None:
+            when_used(self._pages.pin_soon)
 
     # --- its end --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from maru.base.errors import CannotMap
 from maru.base.memory.background import in_background
 from maru.base.memory.huge_pages import make_huge
 from maru.base.memory.memory import Memory
-from maru.base.memory.pinning import Pin, uses_cuda
+from maru.base.memory.pinning import Pin, when_used
 
 if TYPE_CHECKING:
     import torch
@@ -112,12 +112,14 @@ class SharedMemory:
         self.pin()
 
     def pin(self) -> None:
-        """Pin the memory in the background, if this process uses CUDA.
+        """Pin the memory in the background, once this process uses CUDA.
 
         Pinned pages cannot become huge.
         """
-        if uses_cuda():
-            Pin(self.memory).pin_soon(may_block=False)  # not here: this may be an event loop
+        when_used(self._pin_soon)
+
+    def _pin_soon(self) -> None:
+        Pin(self.memory).pin_soon(may_block=False)  # not here: this may be an event loop
 
     def __del__(self, close: Any = os.close) -> None:
         if hasattr(self, "descriptor"):

@@ -134,7 +134,7 @@ def test_a_block_that_is_not_there_is_not_read() -> None:
 
 def open_over(there: Caches, **options: Any) -> tuple[DeviceTier, Any]:
     tier = there.tier()
-    host = MemoryTier(8 * tier.block_bytes, tier.block_bytes)
+    host = MemoryTier(8 * tier.block_bytes, tier.block_bytes, pin_memory=False)
     return tier, open_engine(tier, {"host": host}, shadow_check=1, **options)
 
 

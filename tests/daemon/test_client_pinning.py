@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from backends.base.copier import close_copiers, copier_of
+from backends.memory import MemoryTier
 from maru.base.memory import pinning
+from maru.base.memory.mapping import map_region
 from maru.base.memory.memory import Memory
 from offload.client import SharedMemory, _shared
 from offload.client._places import Staging
@@ -27,12 +30,37 @@ def test_shared_memory_is_pinned_in_the_background_until_it_goes():
         del view
 
 
-def test_a_process_without_cuda_pins_none():
+def test_a_process_without_cuda_pins_none_until_a_device_copies(tmp_path):
     with process_with_cuda(uses=False) as cuda:
-        memory = SharedMemory(5000)
+        memory, tier = SharedMemory(5000), MemoryTier(4096, 4096)
+        region = tmp_path / "region"
+        region.write_bytes(bytes(8192))
+        region.chmod(0o600)
+        mapping, closed, gone = (map_region(str(region), 8192, write=True, pin=pin) for pin in (None, None, False))
+        closed.close()
         pinning.background.wait_prepared()
         assert not cuda.registered
+        del gone
+        copier_of(0)
+        pinning.background.wait_prepared()
+        address = tier.views([0]).addresses[0]
+        assert cuda.registered.keys() == {memory.memory.address, mapping.address, address}
+        assert mapping.pinned and pinning.statistics().pinned_bytes == 2 * 8192 + 4096
+        copier_of(0)
+        tier.close()
+        mapping.close()
+        close_copiers()
+        del memory, mapping
+
+
+def test_memory_that_is_gone_before_a_device_copies_is_forgotten():
+    with process_with_cuda(uses=False):
+        before = len(pinning._later)
+        memory = SharedMemory(5000)
+        assert len(pinning._later) == before + 1
         del memory
+        gc.collect()
+        assert len(pinning._later) == before
 
 
 def arena(**options: Any) -> SharedMemory:

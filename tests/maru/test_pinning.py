@@ -28,6 +28,7 @@ BORDER = 2 * MIB
 def process(monkeypatch):
     """Small chunks in a process that does not use CUDA yet, and has no driver."""
     monkeypatch.setattr(pinning, "_process", pinning._Process(version=object()))
+    monkeypatch.setattr(pinning, "_spans", {})  # copies without a proven end keep theirs
     monkeypatch.setattr(pinning, "CHUNK_BYTES", CHUNK)
     return pinning._process
 

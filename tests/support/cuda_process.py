@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,8 @@ def process_with_cuda(fake: FakeCuda | None = None, *, uses: bool = True) -> Ite
     gc.collect()
     fake = FakeCuda() if fake is None else fake
     before, pinning._process = pinning._process, pinning._Process(is_expected=uses, version=object())  # type: ignore[misc]
+    tables = pinning._pins, pinning._spans, pinning._later
+    pinning._pins, pinning._spans, pinning._later = weakref.WeakSet(), {}, set()  # type: ignore[misc]
     try:
         with use(fake):
             yield fake
@@ -29,5 +32,6 @@ def process_with_cuda(fake: FakeCuda | None = None, *, uses: bool = True) -> Ite
             assert not fake.registered
     finally:
         pinning._process = before  # type: ignore[misc]
+        pinning._pins, pinning._spans, pinning._later = tables  # type: ignore[misc]
         pinning._process.version = object()
     assert not fake.wrong

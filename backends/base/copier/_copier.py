@@ -310,7 +310,8 @@ def copier_of(device: int) -> Copier:
         copier = _copiers.get(device)
         if copier is None:
             copier = _copiers[device] = Copier(find_driver(), device, pinning.spans)
-        return copier
+    pinning.use_device()
+    return copier
 
 
 def close_copiers() -> None:

@@ -23,7 +23,7 @@ from typing import Final
 
 from ..errors import CannotMap, HandlerClosed
 from .memory import Memory
-from .pinning import Pin, uses_cuda, why_no_driver
+from .pinning import Pin, when_used, why_no_driver
 from .validation import check_descriptor, open_mappable
 
 POPULATE_STEP_BYTES: Final = 256 << 20
@@ -57,6 +57,12 @@ class Mapping:
     def __repr__(self) -> str:
         state = "" if self._root is not None else " (closed, but in use)" if self.mapped else " (closed)"
         return f"<Mapping of {self.length} bytes at {self.address:#x}, {'own' if self.writable else 'foreign'}{state}>"
+
+    def pin_soon(self) -> None:
+        """Pin the region for CUDA, a large one in the background."""
+        if self._memory is not None:
+            self._pin = Pin(self._memory)
+            self._pin.pin_soon()
 
     @property
     def pinned(self) -> bool:
@@ -157,8 +163,8 @@ def map_region(
         offset: of the region's first byte in that file. A multiple of the page size; for a device, of its alignment.
         write: whether to map it writable. Only for a region of one's own.
         populate: whether to populate all pages now; by default if they are to be written.
-        pin: True to pin it for CUDA before this returns; None to do so if this process uses CUDA, large regions in the
-            background, and to ignore a refusal.
+        pin: True to pin it for CUDA before this returns; None to do so once this process uses CUDA, large regions in
+            the background, and to ignore a refusal.
         keep: whether a copy of the descriptor stays open for as long as the region is mapped: it may carry a lock.
         device: the path of the device that the configuration names.
 
@@ -180,13 +186,13 @@ def map_region(
     if write if populate is None else populate:
         for start in range(0, length, POPULATE_STEP_BYTES):  # in steps, so that a signal is handled between two of them
             memory.populate(start, min(POPULATE_STEP_BYTES, length - start))
-    if not (uses_cuda() if pin is None else pin):
-        return Mapping(memory)
-    pinning = Pin(memory)
-    if not pin:
-        pinning.pin_soon()
+    if pin:
+        pinning = Pin(memory)
+        pinning.pin()
+        if pinning.why_not:
+            raise CannotMap(f"the region cannot be pinned: {pinning.why_not}")
         return Mapping(memory, pinning)
-    pinning.pin()
-    if pinning.why_not:
-        raise CannotMap(f"the region cannot be pinned: {pinning.why_not}")
-    return Mapping(memory, pinning)
+    mapping = Mapping(memory)
+    if pin is None:
+        when_used(mapping.pin_soon)
+    return mapping

@@ -17,6 +17,7 @@ Rule 5. Unpinning may happen in any thread, in a finalizer: it takes no lock of 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import logging
 import mmap
 import os
@@ -24,6 +25,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -55,6 +58,10 @@ _spans: Final[dict[int, int]] = {}
 
 Changed and copied by single operations, so that no lock is needed.
 """
+
+
+_later: Final[set[weakref.WeakMethod[Callable[[], None]]]] = set()
+"""Methods that pin memory once a device is used."""
 
 
 @attrs.define
@@ -93,6 +100,39 @@ def uses_cuda() -> bool:
     torch: Any = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     return cuda is not None and bool(cuda.is_initialized())
+
+
+def when_used(pin: Callable[[], None]) -> None:
+    """Call ``pin`` now if this process uses CUDA, or once it copies for a device.
+
+    Memory of an engine may be older than the first use of CUDA. Later, it is called by the background thread.
+
+    Args:
+        pin: a method, whose object is referred to weakly.
+    """
+    if uses_cuda():
+        pin()
+    else:
+        _later.add(weakref.WeakMethod(pin, _later.discard))
+
+
+def use_device() -> None:
+    """Pin in the background what waits for the use of a device.
+
+    Called before each copy.
+    """
+    if _later:
+        waiting = list(_later)
+        _later.difference_update(waiting)
+        with contextlib.suppress(OSError):  # no thread: copies pass through a buffer
+            background.in_background(partial(_pin_next, waiting))
+
+
+def _pin_next(waiting: list[weakref.WeakMethod[Callable[[], None]]]) -> bool:
+    pin = waiting.pop()()
+    if pin is not None:
+        pin()
+    return bool(waiting)
 
 
 def why_no_driver() -> str:

@@ -15,7 +15,6 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 
 from backends.base.block_layout import TensorMemory
 from backends.base.pages import new_pages
-from backends.memory import MemoryTier
 from offload import from_thread
 from offload.engines.vllm import OffloadConnector, _connector
 from offload.engines.vllm._arena import Arena
@@ -26,7 +25,7 @@ from offload.engines.vllm._requests import BlockGroup
 from offload.engines.vllm._settings import Settings
 from offload.engines.vllm._spec import Places, RowWorker
 from tests.engines.test_vllm_halves import NAMING
-from tests.engines.test_vllm_on_a_device import There, device
+from tests.engines.test_vllm_on_a_device import There, device, host
 from tests.support.planted import device as P
 
 SOON = 20.0
@@ -101,7 +100,7 @@ def connector(there: There, layers: dict[str, Any]) -> Iterator[OffloadConnector
     one._groups = [BlockGroup(there.sizes["N"])]
     one._settings, one._kv_transfer_config = Settings(), SimpleNamespace(engine_id="on a device")
     pages = ChunkPages(one._groups, there.sizes["N"]).of_worker([layers], there.sizes["B"], NAMING)
-    tier = MemoryTier(1 << 20, pages.source.block_bytes)
+    tier = host(pages.source)
     with from_thread.open_engine(pages.source, [tier], when_full="drop", shadow_check=0) as engine:
         one._open_worker(layers, engine, pages, NAMING)
         try:
