@@ -150,9 +150,10 @@ class SlotTier(PooledTier[BlockPool]):
         return ExternalBlocks(self, keys, ids, depths)
 
     def put(self, key: Key, data: bytes | bytearray | memoryview) -> bool:
-        """Register one block that an engine wrote. Waits for a device.
+        """Register one block that an engine wrote.
 
-        A full tier evicts a block that is not held.
+        A full tier evicts a block that is not held. For tests, and blocks in host memory: the calling thread, with its
+        event loop, waits for a device. An engine stores there in a thread of its own.
 
         Returns:
             Whether it is new: ``False`` means that the key was there, and its bytes were not changed.
@@ -194,7 +195,8 @@ class SlotTier(PooledTier[BlockPool]):
     def get(self, key: Key) -> bytes | None:
         """Return a verified copy of one block, or ``None``.
 
-        ``None`` if the block is not here (any more). Waits for a device.
+        ``None`` if the block is not here (any more). For tests, and blocks in host memory: the calling thread waits for
+        a device, as in :meth:`put`.
         """
         refs = self.pool.upgrade((key,))
         if refs[0] == EVICTED:

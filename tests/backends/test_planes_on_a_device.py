@@ -12,12 +12,14 @@ import pytest
 import torch
 import trio
 
+from backends import Unproven
 from backends.base.block_layout import TensorMemory
 from backends.base.copier import close_copiers
 from backends.base.pages import new_pages
 from backends.base.planes import TensorPlanes
 from backends.device import DeviceTier
 from backends.memory import MemoryTier
+from maru.base.memory.cuda import CudaError
 from maru.fake_cuda import FakeCuda, use
 from offload import NO_WAIT, LayoutCheckFailed, open_engine
 from tests.support.planted import device as P
@@ -25,6 +27,7 @@ from tests.support.planted import device as P
 SHAPE = (2, 3, 4, 2, 8)  # keys and values, blocks, tokens, heads, head_dim
 AXES = {"kv": 0, "head": 3}
 LAYERS = 2
+OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
 IN_ORDER = tuple(range(5))
 DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8,
@@ -127,6 +130,43 @@ def test_a_block_that_is_not_there_is_not_read() -> None:
             for blocks in ([0, 3], [-1]):
                 with pytest.raises(IndexError, match="3 blocks"):
                     use_it(blocks)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+USES: list[Callable[[TensorPlanes], object]] = [
+    lambda planes: planes.samples([0, 2]),
+    lambda planes: planes.fill([1], "seed"),
+    lambda planes: planes.clear([1]),
+]
+
+
+def is_used_once(use_it: Callable[[TensorPlanes], object], number: int, code: int) -> int:
+    """Use planes while one call of the driver fails. Returns how many calls that took."""
+    with caches(torch.uint8) as there:  # no number is another one than itself
+        planes, theirs = there.planes(there.device), there.planes(there.host)
+        there.fake.fail(len(there.fake.calls) + number, code)
+        begun = len(there.fake.calls)
+        try:
+            found, error = use_it(planes), None
+        except (CudaError, Unproven) as raised:
+            found, error = None, raised
+        n_calls = len(there.fake.calls) - begun
+        assert error is not None or found == use_it(theirs)
+        if code == OUT_OF_MEMORY:
+            assert not any(stream.queue for stream in there.fake.streams.values())
+            assert use_it(planes) == use_it(theirs)
+            assert there.are_equal
+    return n_calls
+
+
+@pytest.mark.parametrize("code", [OUT_OF_MEMORY, ILLEGAL_ADDRESS], ids=["refused", "sticky"])
+@pytest.mark.parametrize("use_it", USES, ids=["samples", "fill", "clear"])
+def test_planes_of_which_any_one_call_fails_are_over_and_right(
+    use_it: Callable[[TensorPlanes], object], code: int
+) -> None:
+    for number in range(is_used_once(use_it, 1_000_000, code)):
+        is_used_once(use_it, number, code)
 
 
 # --- through an engine --------------------------------------------------------------------------------------------------

@@ -13,16 +13,19 @@ import attrs
 import numpy
 import pytest
 
+from backends import BackendError
 from backends.base.block_layout import TensorMemory
 from backends.base.copier import Copier, close_copiers
 from backends.base.pages import checksums, new_pages
 from backends.memory import MemoryTier
+from maru.base.memory.cuda import CudaError
 from maru.fake_cuda import FakeCuda, every_order, use
-from offload import NO_WAIT, DrainUnproven, LayoutCheckFailed, Status, block_key, from_thread
-from offload.engines.vllm import _chunks, _copies
+from offload import NO_WAIT, DrainUnproven, LayoutCheckFailed, OffloadError, Status, block_key, from_thread
+from offload.engines.vllm import _chunks, _copies, _layers
 from offload.engines.vllm._arena import Arena
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, layout_of_caches
 from offload.engines.vllm._copies import RowCopies
+from offload.engines.vllm._layers import LayerChunks
 from offload.engines.vllm._worker import check_layout
 from tests.engines import test_vllm_halves as halves
 from tests.support.maru_processes import eventually
@@ -118,7 +121,8 @@ def device(order: str = "LBHNC", dtype: str = "uint8", sizes: Any = SIZES, **kno
     fake = FakeCuda(**knobs)
     with use(fake) as driver, pytest.MonkeyPatch.context() as patch:
         there = There(fake, driver, order, dtype, **sizes)
-        patch.setattr(_chunks, "copier_of", lambda device: there.copier)
+        for module in (_chunks, _layers):
+            patch.setattr(module, "copier_of", lambda device: there.copier)
         try:
             yield there
         finally:
@@ -250,6 +254,14 @@ def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_start(monk
             P.chunks_are_loaded_in_another_order(monkeypatch)
             with pytest.raises(LayoutCheckFailed, match="planes"):
                 engine.check_layout(source.canary([6, 7]), "a name")
+
+
+def layer_chunks(there: There) -> Any:
+    """Pages of published connectors: of each layer one."""
+    return LayerChunks(there.layers, there.sizes["B"], there.sizes["N"], 2)
+
+
+TYPED = (BackendError, CudaError, OffloadError)
 
 
 @contextmanager
@@ -488,6 +500,47 @@ def test_in_every_order_of_streams_a_job_comes_behind_what_was_started_before_an
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------
+
+SOURCES = {"chunks": (lambda there: there.source(), "BLHNC"), "pages of layers": (layer_chunks, "LBNHC")}
+
+
+def lives(kind: str, number: int, code: int) -> int:
+    """Store and load chunks while one call of the driver fails. Returns how many calls that took."""
+    make, order = SOURCES[kind]
+    with device(order) as there:
+        source = make(there)
+        with from_thread.open_engine(source, [host(source)], shadow_check=0) as engine:
+            begun = len(there.fake.calls)
+            there.fake.fail(begun + number, code)
+            computed = {at: there.block(at) for at in range(8)}
+            n = source.pages_per_chunk
+            keys = [b"key %d" % at for at in range(2 * n)]
+            stored = engine.store(source.chunks(keys, [[0, 1], [2, 3]], 0), NO_WAIT).result(10)
+            assert stored.status is Status.COMPLETE or isinstance(
+                stored.error or next(iter(stored.failed.values())), TYPED
+            )
+            with engine.lookup(keys) as hit:
+                chunks = len(hit) // n
+                try:
+                    destination = source.into([[4, 5], [6, 7]][:chunks])
+                    loaded = (
+                        engine.load(hit, destination, precondition=NO_WAIT).loaded // n if len(hit) == n * chunks else 0
+                    )
+                except OffloadError:
+                    loaded = 0
+            for at in range(2 * loaded):
+                assert there.block(4 + at) == computed[at]
+            assert [there.block(at) for at in range(4)] == [computed[at] for at in range(4)]
+            assert code != OUT_OF_MEMORY or not any(stream.queue for stream in there.fake.streams.values())
+            return len(there.fake.calls) - begun
+
+
+@pytest.mark.parametrize("code", [OUT_OF_MEMORY, ILLEGAL_ADDRESS], ids=["refused", "sticky"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_where_any_one_call_fails_nothing_is_lost_and_no_byte_is_wrong(kind: str, code: int) -> None:
+    for number in range(lives(kind, 1_000_000, code)):
+        lives(kind, number, code)
+
 
 CALLS_OF_VLLM, CALLS = 2, 4
 """Driver calls of a job: to record the event, and to copy."""
