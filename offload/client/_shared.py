@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     import torch
 
 _PART_BYTES: Final = 256 << 20
-"""Most bytes that are put in place at once: some tenths of a second."""
+"""Most bytes that are put in place at once.
+
+That takes some tenths of a second.
+"""
 _log = logging.getLogger(__name__)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

@@ -27,6 +27,12 @@ from tests.support.daemons import Process, daemon, until
 DEVICE = "00000000-0000-0000-0000-000000000000"
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_pinned_meanwhile(monkeypatch):
+    """The calls of the driver are counted, and the memory of clients in this process is pinned by more of them."""
+    monkeypatch.setattr(pinning, "use_device", lambda: None)
+
+
 @pytest.fixture
 def fake():
     close_copiers()
@@ -245,8 +251,7 @@ async def lives(path, number):
     return n_calls
 
 
-async def test_no_call_that_fails_once_leaks_or_gives_wrong_bytes(path, monkeypatch):
-    monkeypatch.setattr(pinning, "use_device", lambda: None)  # pinning makes calls of its own meanwhile
+async def test_no_call_that_fails_once_leaks_or_gives_wrong_bytes(path):
     n_calls = await lives(path, 1_000_000)
     assert n_calls > 20
     for number in range(n_calls):

@@ -103,9 +103,9 @@ def uses_cuda() -> bool:
 
 
 def when_used(pin: Callable[[], None]) -> None:
-    """Call ``pin`` now if this process uses CUDA, or once it copies for a device.
+    """Call ``pin`` once this process uses CUDA, which may be now.
 
-    Memory of an engine may be older than the first use of CUDA. Later, it is called by the background thread.
+    Memory of an engine may be older than the first copy of a device. Then the background thread calls it.
 
     Args:
         pin: a method, whose object is referred to weakly.
@@ -117,9 +117,9 @@ def when_used(pin: Callable[[], None]) -> None:
 
 
 def use_device() -> None:
-    """Pin in the background what waits for the use of a device.
+    """Pin the memory that is older than the first copy of a device.
 
-    Called before each copy.
+    Called before each copy; the background thread pins.
     """
     if _later:
         waiting = list(_later)

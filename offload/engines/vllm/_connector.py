@@ -587,7 +587,7 @@ def _scheduled(output: Any, groups: Sequence[BlockGroup]) -> Scheduled:
 
 
 def _no_wait() -> PreconditionLike:
-    """Return a precondition that holds: in host memory, work is over when it returns."""
+    """Return a precondition that holds: work in host memory is over."""
     return NO_WAIT
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 class Capturing(RuntimeError):
-    """A graph is being captured, so that nothing can be stored or loaded now."""
+    """Nothing can be stored or loaded while a graph is captured."""
 
 
 def record_event() -> Any:

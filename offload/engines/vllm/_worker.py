@@ -68,7 +68,7 @@ class _Load:
     given_up: bool = False
     """Whether nobody uses its result."""
     cancelled: bool = False
-    """Whether it was told to end, so that it begins no copy any more."""
+    """Whether it was told to end, and begins no copy."""
     over: threading.Event = attrs.Factory(threading.Event)
     """Set when it writes no more, or its end cannot be proven."""
 
