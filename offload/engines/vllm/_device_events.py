@@ -1,4 +1,4 @@
-"""Events of the device that computes, for copies that come behind its work."""
+"""Events of a device, for copies that come behind its work."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ LONGEST_CHECK: Final = 5.0
 It waits that long if a tier is slow to answer.
 """
 LONGEST_END: Final = 30.0
-"""Seconds that a load which was told to end may take.
+"""Seconds that the end of a cancelled load may take.
 
 The engine answers sooner, unless its thread hangs.
 """
@@ -68,9 +68,9 @@ class _Load:
     given_up: bool = False
     """Whether nobody uses its result."""
     cancelled: bool = False
-    """Whether it was told to end, and begins no copy."""
+    """Whether it was cancelled, and begins no copy."""
     over: threading.Event = attrs.Factory(threading.Event)
-    """Set when it writes no more, or its end cannot be proven."""
+    """Set when it has ended, with or without a proof."""
 
 
 @attrs.define(eq=False)
