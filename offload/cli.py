@@ -43,7 +43,7 @@ from maru.base.commands import Commands as Commands
         ),
         "size": (
             "offload._size.command:command",
-            "Compute the pool size for the KV cache of a model.",
+            "Compute the pool size for a number of tokens of a model.",
         ),
         "top": ("offload.status._top:command", "Watch an engine: hits, stages, tiers and waiting containers."),
         "bench": ("offload.bench:command", "Measure this package against the limits of the machine."),

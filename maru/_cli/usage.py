@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command()
 @server_options
 def command(options: ServerOptions) -> None:
-    """Show each instance's regions, and how much of them is used by keys."""
+    """Show each instance's regions, and their use by keys."""
     with open_connection(options) as server:
         usage = server.ask(Code.GET_USAGE, UsageReply)
     if options.as_json:

@@ -262,8 +262,8 @@ class LoadOrRecompute:
     mode: ChoiceMode = _knob.choice(
         "off",
         ChoiceMode,
-        "Comparison of loading with recomputing: none, in the advice of a hit, or active: blocks that are computed "
-        "sooner are left out, and a load that falls behind is given up.",
+        "Comparison of loading with recomputing. off: none; advise: in the advice of a hit; enforce: blocks that are "
+        "computed sooner are not loaded, and a load that falls behind is given up.",
     )
     seconds_per_block: float = _knob.seconds(
         0.0,

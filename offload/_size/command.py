@@ -16,7 +16,7 @@ from maru.configuration import as_bytes, as_size
 from .model import ITEM_BYTES, GroupSize, ModelShape, PoolSize
 
 
-@click.command(name="size", short_help="Compute the pool size for the KV cache of a model.")
+@click.command(name="size", short_help="Compute the pool size for a number of tokens of a model.")
 @click.argument("config", type=click.Path(exists=True, path_type=Path), required=False)
 @click.option("--tokens", required=True, metavar="N", help="Number of tokens to keep at once: 1000000, 64K, 2M.")
 @click.option(
@@ -49,7 +49,7 @@ def command(
     object_bytes: str | None,
     as_json: bool,
 ) -> None:
-    """Compute the pool size for the KV cache of some number of tokens.
+    """Compute the pool size for a number of tokens of a model.
 
     CONFIG is the config.json of a model, or its directory. Each rank of tensor parallelism has a pool of its own.
 

@@ -345,7 +345,7 @@ def test_top_tells_what_happened_between_two_looks(
     assert (store["average_latency"], store["hit_rate"]) == (pytest.approx(500e-6), None)
     assert said["now"]["pinned"] == 1 and said["restarted"] is False
     page = maru("top", "--once", "--server", server.ipc)
-    assert "as clients report" in page and "500 us" in page and "engine-0" in page
+    assert "reported by clients" in page and "500 us" in page and "engine-0" in page
 
 
 def sample(at: float, epoch: int = 1, found: int = 0, **stats: Any) -> Sample:
