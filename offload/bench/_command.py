@@ -13,10 +13,10 @@ import click
 from maru.bench.shown import group_of
 
 BENCHES: Final[Mapping[str, str]] = {
-    "copy": "Measure copies of device tensors to shared pages, as a share of memmove.",
+    "copy": "Measure copies of device tensors to shared pages, relative to memmove.",
     "device": "Measure copies between GPU and pinned pages, next to bare driver calls.",
     "replay": "Measure a request trace, next to a dictionary with the same copies.",
-    "pinned-pool": "Measure copies to and from pinned blocks, next to memmove and the socket.",
+    "pinned-pool": "Measure copies to and from pinned blocks, next to memmove and socket.",
     "daemon": "Measure eight engine processes and an enqueue, next to memmove and echo.",
     "wrappers": "Measure compressed, quantized and encrypted blocks, next to libraries and memmove.",
 }
