@@ -227,7 +227,7 @@ class FakeCuda:
             self._captures[stream] = threading.get_ident()
 
     def end_capture(self, stream: int) -> None:
-        """End the capture of a stream, and of those that have joined it."""
+        """End the capture of a stream and of those that joined."""
         with self._changed:
             for one in self.streams.values():
                 if one.captured_in == stream:
@@ -479,7 +479,7 @@ class FakeCuda:
         return 0 if stream is not None else INVALID_HANDLE
 
     def _add(self, stream: Stream, work: Work) -> None:
-        """Add work to a stream, behind that of streams it waits for without an event."""
+        """Add work to a stream, after its implicit predecessors."""
         others = [one for one in self.streams.values() if one.queue and stream.waits_for(one)]
         work.behind = [one.queue[-1] for one in others]
         stream.add(work)
@@ -524,7 +524,7 @@ class FakeCuda:
         return self._copy(pieces, stream, any_order=order == cuda.ANY_ORDER)
 
     def _side(self, address: int, nbytes: int, device: int, *, pageable: bool) -> Allocation | HostSpan | None:
-        """Return the memory of one side of a copy of a device; ``None`` if it is invalid."""
+        """Return the memory of a copy's side; ``None`` if invalid."""
         found = find(self.allocations, address, nbytes) or find(self.registered, address, nbytes)
         if isinstance(found, Allocation) and found.device != device:
             return None
@@ -536,7 +536,7 @@ class FakeCuda:
         return found
 
     def _are_valid(self, to: int, at: int, nbytes: int, *, pageable: bool) -> bool:
-        """Return whether a copy has a target and a source, and one of them on this device."""
+        """Return whether a copy has both ends, one on this device."""
         target, source = (self._side(one, nbytes, self._here(), pageable=pageable) for one in (to, at))
         if target is None or source is None or (isinstance(target, HostSpan) and target.read_only):
             return False

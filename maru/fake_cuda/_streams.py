@@ -43,7 +43,7 @@ class Work:
     """
     reads_early: bool = False
     behind: Sequence[Work] = ()
-    """Work of other streams that must be done before, by the rules of the default stream."""
+    """Earlier work of other streams, by the default stream's rules."""
     done: bool = False
 
     @property
@@ -72,7 +72,7 @@ class Stream:
         (self.queue if self.captured_in is None else self.graph).append(work)
 
     def waits_for(self, other: Stream) -> bool:
-        """Return whether its operations wait for those of another stream, without an event."""
+        """Return whether it waits for another stream without an event."""
         return self.device == other.device and (
             (self.is_default and other.blocking) or (self.blocking and other.is_default)
         )

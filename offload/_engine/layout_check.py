@@ -74,7 +74,7 @@ class LayoutChecker:
     layout: str
     """The name of the layout."""
     precondition: Precondition
-    """The condition that the device has done its earlier work on the block."""
+    """Condition that the device's earlier work on the block is done."""
     reason: str = ""
 
     async def run(self) -> LayoutCheck:

@@ -1,4 +1,4 @@
-"""Copy blocks between the memory of a CUDA device and pages: one copier for each device of a process.
+"""Copies between a CUDA device and pages: one copier per device.
 
 :mod:`._pieces` decides which copies that takes, in numpy columns; :mod:`._copier` has the device make them.
 """

@@ -1,4 +1,4 @@
-"""Have a CUDA device copy: a thread and a stream each way, and nothing else of the device.
+"""Copies of a CUDA device: one thread and one stream each way.
 
 Rule 1. A copy is over when the call returns or raises: on every way out the stream is synchronized. If that fails as well, the
         device may still read or write: :exc:`~backends.Unproven` says so, and the buffer is kept until the process ends.
@@ -34,17 +34,29 @@ from .._unproven import kept_if_unproven
 from ._pieces import Pieces
 
 STAGING_BYTES: Final = (8 << 20, 1 << 20, 128 << 10)
-"""Sizes of the buffer that copies of memory pass through that is not registered, each way: the first that CUDA registers."""
+"""Sizes of the buffer for copies of unregistered memory, each way.
+
+The first that CUDA registers is used.
+"""
 
 MOST_PIECES: Final = 1 << 14
-"""Copies that one call of the driver begins. Calls with 51,828 have hung or ended processes (driver 580, Blackwell)."""
+"""Most copies that one call of the driver begins.
+
+Calls with 51,828 have hung or ended processes (driver 580, Blackwell).
+"""
 
 Spans: TypeAlias = Callable[[int, int], Sequence[tuple[int, int]]]
-"""Returns start and end of the registrations that overlap so many bytes from an address on, sorted."""
+"""Returns the registrations that overlap so many bytes from an address.
+
+Each has its start and end; they are sorted.
+"""
 
 
 class DeviceLost(BackendError):
-    """The context of a device has ended: this process cannot use the device any more. The operator must restart it."""
+    """The context of a device has ended.
+
+    This process cannot use the device any more. The operator must restart it.
+    """
 
 
 @attrs.frozen(eq=False)
@@ -55,7 +67,9 @@ class _Job:
 
 
 class Copier:
-    """The copies of one device. For any thread; a call blocks until its copies are over.
+    """The copies of one device. Thread-safe.
+
+    A call blocks until its copies are over.
 
     Args:
         driver: its calls.
@@ -83,7 +97,10 @@ class Copier:
         self._do(self._ways[0], pieces, after)
 
     def load(self, pieces: Pieces, after: Sequence[Event] = ()) -> None:
-        """Copy from host memory to the device; otherwise like :meth:`store`. What is read must be there already."""
+        """Copy from host memory to the device; otherwise like :meth:`store`.
+
+        The source bytes must be there already.
+        """
         self._do(self._ways[1], pieces, after)
 
     def _do(self, way: _Way, pieces: Pieces, after: Sequence[Event]) -> None:
@@ -107,14 +124,17 @@ class Copier:
 
 
 def _end(over: Future[None]) -> None:
-    """Withdraw a job, or wait until it is over if it has begun, however many signals raise meanwhile."""
+    """Withdraw a job, or wait for its end if it has begun.
+
+    It waits however many signals raise meanwhile.
+    """
     while not (over.done() or over.cancel()):
         with suppress(BaseException):
             wait([over])
 
 
 class _Way:
-    """One direction of a device: a thread with a stream, an event, and a buffer."""
+    """One direction of a device: thread, stream, event and buffer."""
 
     def __init__(self, driver: Driver, device: int, spans: Spans, *, load: bool) -> None:
         self._driver, self._device, self._spans, self._load = driver, device, spans, load
@@ -180,7 +200,10 @@ class _Way:
         return lane
 
     def _open(self, held: ExitStack) -> _Lane:
-        """Make what the thread copies with; what was made is given back if a part of it cannot be."""
+        """Make the driver's objects of the thread.
+
+        If one of them cannot be made, the others are given back.
+        """
         driver = self._driver
         with ExitStack() as made:
             driver.attach(self._device)
@@ -203,7 +226,7 @@ def _give_back(call: Callable[[], None]) -> None:
 
 
 class _Staging:
-    """A registered buffer of one thread, as large as CUDA registers one, or none."""
+    """The registered buffer of one thread, or none if CUDA refuses."""
 
     def __init__(self) -> None:
         self._memories: list[Memory] = []  # also those refused, which `describe` counts; untouched, they take no room
@@ -229,7 +252,7 @@ class _Staging:
 
 
 class _Lane:
-    """What one thread copies with."""
+    """The driver's objects of one thread."""
 
     def __init__(self, driver: Driver, stream: Stream, end: Event, staging: _Staging, *, load: bool) -> None:
         self._driver, self._stream, self._end, self._load = driver, stream, end, load
@@ -297,11 +320,14 @@ class _Lane:
 
 _lock = threading.Lock()
 _copiers: Final[dict[int, Copier]] = {}
-"""By device. A forked child has those of its parent, which refuse its copies."""
+"""Copiers by device.
+
+A forked child has those of its parent, which refuse its copies.
+"""
 
 
 def copier_of(device: int) -> Copier:
-    """Return the copier of a device, made at the first call of a process.
+    """Return the copier of a device, and make it at first.
 
     Raises:
         NoDriver: CUDA cannot be used here.
@@ -315,7 +341,10 @@ def copier_of(device: int) -> Copier:
 
 
 def close_copiers() -> None:
-    """End the copiers of this process; the next call of :func:`copier_of` makes new ones."""
+    """End the copiers of this process.
+
+    The next call of :func:`copier_of` makes new ones.
+    """
     with _lock:
         copiers = list(_copiers.values())
         _copiers.clear()

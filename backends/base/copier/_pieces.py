@@ -1,4 +1,6 @@
-"""List the copies between blocks on a device and pages of host memory. Pure; numpy is imported at the first use.
+"""Lists of the copies between blocks of a device and pages.
+
+Pure; numpy is imported at the first use.
 
 Every column is a contiguous numpy array of uint64, as the driver takes it. Launching a copy costs more than a few kilobytes of
 it, so neighbours on both sides are joined; and no copy crosses the border of a registration, since a device may refuse that.
@@ -82,7 +84,9 @@ class Pieces:
         return Pieces(self.device[row] + (start - self.host[row]), start, stop - start)
 
     def split(self, spans: Sequence[tuple[int, int]]) -> tuple[Pieces, Pieces]:
-        """Return the copies within registered spans of host memory, cut at their borders, and the others.
+        """Return the copies within registered spans, and the others.
+
+        They are cut at the borders of the spans.
 
         Args:
             spans: start and end of each registration, sorted and apart.
@@ -98,7 +102,10 @@ class Pieces:
         return (pieces, pieces.at(slice(0))) if inside.all() else (pieces.at(inside), pieces.at(~inside))
 
     def portions(self, nbytes: int) -> Iterator[Pieces]:
-        """Yield all of them, in portions of at most so many bytes; rows that are larger are cut."""
+        """Yield the pieces in portions of at most so many bytes.
+
+        Rows that are larger are cut.
+        """
         import numpy
 
         ends = numpy.cumsum(self.sizes, dtype=numpy.uint64)
@@ -116,7 +123,7 @@ class Pieces:
 
 
 class BlockPieces:
-    """Pieces of the blocks of one cache, in the order of their bytes in a page.
+    """Pieces of one cache's blocks, in the order of a page.
 
     Args:
         planes: the pieces of a block, each with the address of its tensor.
@@ -133,7 +140,10 @@ class BlockPieces:
         self._offsets = numpy.cumsum(self._sizes, dtype=numpy.uint64) - self._sizes
 
     def of(self, blocks: Sequence[int], pages: Pages) -> Pieces:
-        """List the copies between blocks, by their numbers, and the pages at the same positions."""
+        """List the copies between blocks and pages.
+
+        Blocks are given by number; each has the page at its position.
+        """
         import numpy
 
         numbers = numpy.array(blocks, numpy.uint64).reshape(-1, 1)
@@ -145,7 +155,10 @@ class BlockPieces:
 
 
 def _allocations(planes: Sequence[tuple[int, Plane]], n: int) -> Any:
-    """Number the allocations that planes lie in, as far as it shows: those whose extents overlap share one."""
+    """Return the allocation numbers of planes.
+
+    Planes whose extents overlap share one, as far as it shows.
+    """
     import numpy
 
     numbers = numpy.zeros(len(planes), numpy.uint64)

@@ -58,7 +58,7 @@ _BATCH_SINCE: Final = 12080
 It reports the copy that failed; the one of 13.0 does not.
 """
 _NO_COPY: Final = c_size_t(-1).value
-"""Number that the batch call reports for an error of no particular copy."""
+"""Index that the batch call reports for an unattributed error."""
 _USES_HOST_POINTERS: Final = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
 

@@ -117,7 +117,7 @@ def when_used(pin: Callable[[], None]) -> None:
 
 
 def use_device() -> None:
-    """Pin the memory that is older than the first copy of a device.
+    """Pin memory that is older than the device's first copy.
 
     Called before each copy; the background thread pins.
     """

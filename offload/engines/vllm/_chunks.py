@@ -61,7 +61,7 @@ class NoChunks(Source):
     """A source without a block, for a scheduler that only looks up."""
 
     block_bytes: int = 0
-    """Size of a page in bytes: a chunk of all layers or one."""
+    """Bytes of a page: a chunk of all layers, or one."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
