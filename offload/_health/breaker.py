@@ -9,11 +9,11 @@ Pure: permits, verdicts and times in, decisions out.
 Rule 1. A caller acquires a *permit* before it asks and releases it with a verdict. A closed breaker gives a permit to every
         caller, an open one to none, a half-open one to exactly one: the probe.
 Rule 2. A permit is the number of the *generation* in which it was acquired. Every change of state begins a new generation, and
-        permits of earlier ones are ignored when they come back: a call that hung for a minute says nothing about now.
+        permits of earlier ones are ignored when they come back: a call that hung for a minute proves nothing about now.
 Rule 3. ``max_faults`` in a row open it, for ``first_wait``; each probe that faults doubles the wait, up to ``longest_wait``.
 Rule 4. A probe without a verdict (it was cancelled, or was not used) gives its permit back: the next probe may go at once. One
         that has not come back within ``longest_wait`` counts as a fault, so that a lost permit does not block probes for ever.
-Rule 5. Calls are of several kinds, and a success of one says little about another: a tier may find every key in its memory and
+Rule 5. Calls are of several kinds, and a success of one proves little about another: a tier may find every key in its memory and
         read none from its disk. So faults are in a row if no call of *their kind*, or no call at all, was answered between
         them; and a tier that a probe of another kind has closed is on probation: the next fault of the kind that broke it
         opens it again, and its wait goes on doubling.
@@ -172,7 +172,7 @@ class Breaker:
         Args:
             permit: from :meth:`acquire`; one of an earlier generation is ignored (rule 2).
             call: the kind of the call.
-            verdict: what the call proved about the tier.
+            verdict: the proof that the call gave about the tier.
             now: the time.
             cause: a description of the fault, if it was one.
         """

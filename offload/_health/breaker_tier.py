@@ -11,7 +11,7 @@ Rule 2. No call waits for ever. A question has ``call_timeout``, a load ``load_t
         a fault. Waiting for room is bounded by the caller alone, and ends when the tier breaks.
 Rule 3. A store is one call, from its reservation to the end of its transfer: taking room often asks the tier nothing. Only a
         timeout of the caller cancels a transfer (:meth:`backends.abc.Reservation.transfer`), so that is a fault.
-Rule 4. Releasing a lease never fails because the tier is broken: what a lease cannot release, the tier releases by itself.
+Rule 4. Releasing a lease never fails because the tier is broken: the tier itself releases blocks that the lease cannot.
 Rule 5. An absent tier counts as broken, and its probe is an attempt to enter it, which the engine makes
         (:mod:`offload._engine.late_tiers`).
 Rule 6. All other attributes are the tier's own. Copies out of its source prove nothing about it (a load does), so they need no
@@ -378,7 +378,7 @@ class BreakerLease(ReadLease):
         try:
             await runner.run_within(runner.config.call_timeout, release, *args)
         except Exception as error:
-            # Not raised, whatever it is: the caller could not do more, and releases what is behind it.
+            # No error is raised: the caller could not do more, and goes on to release its other leases.
             if judge_exception(error) is _FAULT and runner.is_closed:
                 runner.release_with(runner.breaker.generation, Call.ASK, error)
             _log.warning("%s could not let go of a lease: %s", runner.name, describe(error))
@@ -454,7 +454,7 @@ class BreakerReservation(Reservation):
         """Give back the room that was not published. Idempotent.
 
         Args:
-            verdict: what unused room proves about the tier.
+            verdict: the proof that unused room gives about the tier.
         """
         permit, self._permit = self._permit, None
         self.inner.release()

@@ -2,9 +2,9 @@
 
 Pure: facts in, sentences out.
 
-Rule 1. A degradation has a name from a fixed list, the subject that it is about, and a sentence that says what to do.
-Rule 2. Counters say what has happened, not what is: a failure counts as going on for a minute behind the last one.
-Rule 3. What was not found out (``None``) begins nothing and ends nothing.
+Rule 1. A degradation has a name from a fixed list, the subject that it is about, and a sentence with the way out.
+Rule 2. Counters report the past: a failure counts as present for a minute after the last one.
+Rule 3. An unknown fact (``None``) begins nothing and ends nothing.
 """
 
 from __future__ import annotations
