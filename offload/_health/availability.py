@@ -7,7 +7,7 @@ Pure: attempts, results and times in, decisions out.
       `------ it ended ------'  `----- absent, cancelled ----'  `--- a mistake ---> REFUSED
 
 Rule 1. A tier is available until it is left out. A tier that the caller has entered is never tried here.
-Rule 2. A tier that is absent counts as broken and gets no calls. Its breaker decides when it is tried again: an attempt to enter
+Rule 2. A tier that is absent counts as broken and gets no calls. Its breaker decides on the next try: an attempt to enter
         it is the probe, there is one at a time, and each failure doubles the wait.
 Rule 3. Absence can end, a wrong configuration cannot: a tier with such an error is refused, and not tried again.
 """

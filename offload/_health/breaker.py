@@ -13,7 +13,7 @@ Rule 2. A permit is the number of the *generation* in which it was acquired. Eve
 Rule 3. ``max_faults`` in a row open it, for ``first_wait``; each probe that faults doubles the wait, up to ``longest_wait``.
 Rule 4. A probe without a verdict (it was cancelled, or was not used) gives its permit back: the next probe may go at once. One
         that has not come back within ``longest_wait`` counts as a fault, so that a lost permit does not block probes for ever.
-Rule 5. Calls are of several kinds, and a success of one proves little about another: a tier may find every key in its memory and
+Rule 5. Calls are of several kinds, and the success of one proves little of another: a tier may find every key in its memory and
         read none from its disk. So faults are in a row if no call of *their kind*, or no call at all, was answered between
         them; and a tier that a probe of another kind has closed is on probation: the next fault of the kind that broke it
         opens it again, and its wait goes on doubling.

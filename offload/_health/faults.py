@@ -3,7 +3,7 @@
 No state, no clock, no I/O.
 
 A fault is a tier that did not answer or could not be reached: a timeout, a broken transport, a copy without a proven end. An
-answer is not a fault, even if it is full, duplicate, missing, damaged or refused. Neither is a call that proves nothing about the
+answer is not a fault, even if it is full, duplicate, missing, damaged or refused. Nor is a call that proves nothing about the
 tier: one that was cancelled, or in which the caller made a mistake.
 
 Exceptions that are not in a table are faults. A tier answers by values (:mod:`backends.abc`): an exception breaks its contract,
