@@ -12,10 +12,10 @@ from click.testing import CliRunner
 import offload.cli
 from maru.base.ending import ExitCode
 from maru.base.findings import PathFact, worst
+from maru.base.memory import pinning
 from maru.fake_cuda import FakeCuda
 from offload import ConfigError
 from offload.client import open_client, open_connection
-from offload.daemon import _facts
 from offload.daemon._admin_messages import SessionFacts, TierFacts
 from offload.daemon._doctor import DaemonFacts, Told, examine_daemon
 from offload.daemon._messages import Store, Stored, packed
@@ -62,6 +62,7 @@ def test_describe_says_what_it_is(served):
     told = json.loads(done(command("describe", "--json")))
     assert told["tiers"][0]["blocks"] == len(KEYS) and told["epoch"].startswith("0x")
     assert told["sections"]["limits"]["lease"] == 30.0
+    assert told["sections"]["pinning"]["copy_call"] == ""  # no driver
 
 
 def test_query_and_explain_say_where_blocks_are(served):
@@ -274,13 +275,13 @@ def test_locked_memory_matters_where_there_is_a_device_only():
 
 
 @pytest.mark.parametrize(("version", "call"), [(12080, "cuMemcpyBatchAsync"), (12000, "cuMemcpyHtoDAsync")])
-def test_describe_and_doctor_say_which_call_copies(version, call):
+def test_doctor_says_which_call_copies(version, call):
     with process_with_cuda(FakeCuda(version=version)):
-        pinned = _facts._pinning()
-    assert pinned["copy_call"] == call
+        pinned = {"copy_call": pinning.copy_call()}
+    assert pinned == {"copy_call": call}
     [found] = [one for one in examine_daemon(told(pinning=pinned)) if one.name == "copies of devices"]
     assert call in found.found
-    assert not _facts._pinning()["copy_call"]  # there is no driver
+    assert not pinning.copy_call()  # there is no driver
 
 
 def test_an_engine_with_a_long_name_is_known_by_its_end():

@@ -12,7 +12,6 @@ from backends.base.pages import Pages
 from backends.device import DeviceBlocks
 from maru.base.memory import cuda
 from maru.base.memory.cuda import Driver
-from maru.fake_cuda import _fake
 
 
 def pieces_are_loaded_in_another_order(patch: Any) -> None:
@@ -112,7 +111,7 @@ def memory_is_pinned_for_one_device(patch: Any) -> None:
 def copies_wait_for_the_default_stream(patch: Any) -> None:
     """The engine's work there and copies come one after the other."""
     patch.setattr(cuda, "_NON_BLOCKING", 0)
-    patch.setattr(_fake, "_PATIENCE", 0.1)
+    patch.setattr("maru.fake_cuda._fake._PATIENCE", 0.1)
 
 
 def a_thread_that_waits_for_a_copy_spins(patch: Any) -> None:
