@@ -19,6 +19,7 @@ import attrs
 from backends.abc import ExternalBlocks, Key
 from backends.base.planes import TensorPlanes
 
+from ..._errors import DrainUnproven
 from ._pages import HostPages, LentPages
 
 if TYPE_CHECKING:
@@ -74,11 +75,14 @@ def _tensors(pool: Any) -> dict[str, torch.Tensor]:
 def free_page(pool: HostKVCache) -> Iterator[torch.Tensor | None]:
     """Allocate a page, and yield its tokens.
 
-    ``None`` if no page is free. The page is given back when the context exits.
+    ``None`` if no page is free. The page is given back when the context exits, unless a copy may still use it.
     """
     tokens = pool.alloc(pool.page_size)
     try:
         yield tokens
+    except DrainUnproven:
+        tokens = None
+        raise
     finally:
         if tokens is not None:
             pool.free(tokens)

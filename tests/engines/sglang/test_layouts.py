@@ -7,6 +7,8 @@ import zlib
 import pytest
 import torch
 
+from offload import DrainUnproven
+from offload.engines.sglang._planes import free_page
 from tests.engines.sglang.backends import (
     FULL_PAGE,
     HEAD_DIM,
@@ -188,3 +190,26 @@ def test_clean_loads_raise_no_alarm(loads):
                 stored(backend, pool, prompt)
             loaded += all(come)
         assert failures(backend) == {}
+
+
+class FreePages:
+    """As much of a pool as gives pages out."""
+
+    page_size = PAGE_TOKENS
+
+    def __init__(self) -> None:
+        self.freed: list[torch.Tensor] = []
+
+    def alloc(self, n: int) -> torch.Tensor:
+        return torch.arange(n)
+
+    def free(self, tokens: torch.Tensor) -> None:
+        self.freed.append(tokens)
+
+
+@pytest.mark.parametrize(("error", "freed"), [(OSError, 1), (DrainUnproven, 0)])
+def test_a_page_goes_back_unless_a_copy_may_still_use_it(error, freed):
+    pool = FreePages()
+    with pytest.raises(error), free_page(pool):
+        raise error("the check has failed")
+    assert len(pool.freed) == freed
