@@ -358,6 +358,8 @@ class WorkerHalf:
         """Begin the stores of a step, after its forward pass."""
         if not plan.stores:
             return
+        # Not at the start of the next step, though sampling's own copies come first then: an idle engine has no next step,
+        # and the blocks of its last request would not be stored until another one comes.
         computed = self._computed()
         for one in plan.stores:
             for part in self._within_budget(one):
