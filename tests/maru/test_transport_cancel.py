@@ -193,4 +193,5 @@ def test_cancelled_at_every_step(case, busy_poll, tmp_path):
             trio.run(main, instruments=[instrument])
         return instrument.left > 0
 
-    at_every_step(run, most=MOST_STEPS, least=least, name=case)
+    # While it polls, what it waits for may be there at once, on a busy machine.
+    at_every_step(run, most=MOST_STEPS, least=1 if busy_poll else least, name=case)

@@ -10,7 +10,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from backends import BlockSizeError, DuplicateKeys
-from backends.abc import STORED, CapacityError
+from backends.abc import STORED, CapacityError, Reservation
+from backends.base.forwarding import ForwardingTier
 from backends.testing import FakeTier
 from offload import (
     NO_WAIT,
@@ -345,33 +346,31 @@ async def test_a_predicate_on_the_status_that_cancels(autojump_clock):
 # --- executors ----------------------------------------------------------------------------------------------------
 
 
-class Liar:
+class Liar(ForwardingTier):
     """Wraps a tier: its first reservation differs in one method."""
 
     def __init__(self, tier, **lies):
-        self.tier = tier
+        super().__init__(tier)
         self.lies = lies
         self.reservation = None
 
-    def __getattr__(self, name):
-        return getattr(self.tier, name)
-
     def reserve_nowait(self, *args):
-        real = self.tier.reserve_nowait(*args)
+        real = self.inner.reserve_nowait(*args)
         if self.reservation is not None:
             return real
         self.reservation = real
         parts = {name: getattr(real, name) for name in ("granted", "keep", "transfer", "release")}
 
-        class Reservation:
+        class Lying(Reservation):
             granted = property(lambda _: parts["granted"])
+            keep = transfer = release = None
 
-        made = Reservation()
+        made = Lying()
         for name, part in parts.items():
             if name != "granted":
                 setattr(made, name, self.lies.get(name, part))
         if "granted" in self.lies:
-            Reservation.granted = property(lambda _: self.lies["granted"]())
+            Lying.granted = property(lambda _: self.lies["granted"]())
         return made
 
 

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 from backends.base.block_layout import TensorMemory
 from backends.base.pages import new_pages
 from offload import from_thread
-from offload.engines.vllm import OffloadConnector, _connector
+from offload.engines.vllm import OffloadConnector, _connector, _spec
 from offload.engines.vllm._arena import Arena
 from offload.engines.vllm._connector import StepMetadata
 from offload.engines.vllm._page_kinds import ChunkPages
@@ -26,7 +26,6 @@ from offload.engines.vllm._settings import Settings
 from offload.engines.vllm._spec import Places, RowWorker
 from tests.engines.test_vllm_halves import NAMING
 from tests.engines.test_vllm_on_a_device import There, device, host
-from tests.support.planted import device as P
 
 SOON = 20.0
 
@@ -228,7 +227,9 @@ def test_copies_come_behind_the_work_that_vllm_has_started(
 def test_a_copy_that_waits_for_nothing_is_found(
     order: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    P.vllm_records_no_event(monkeypatch)
+    # Copies between vLLM's cache and host memory come before what vLLM has started.
+    monkeypatch.setattr(_connector, "_forward_pass", _connector._no_wait)
+    monkeypatch.setattr(_spec, "_started_on_device", tuple)
     with pytest.raises(AssertionError):
         order(monkeypatch)
 

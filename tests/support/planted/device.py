@@ -12,6 +12,7 @@ from backends.base.pages import Pages
 from backends.device import DeviceBlocks
 from maru.base.memory import cuda
 from maru.base.memory.cuda import Driver
+from maru.fake_cuda import _fake
 
 
 def pieces_are_loaded_in_another_order(patch: Any) -> None:
@@ -111,17 +112,9 @@ def memory_is_pinned_for_one_device(patch: Any) -> None:
 def copies_wait_for_the_default_stream(patch: Any) -> None:
     """The engine's work there and copies come one after the other."""
     patch.setattr(cuda, "_NON_BLOCKING", 0)
-    patch.setattr("maru.fake_cuda._fake._PATIENCE", 0.1)
+    patch.setattr(_fake, "_PATIENCE", 0.1)
 
 
 def a_thread_that_waits_for_a_copy_spins(patch: Any) -> None:
     """Each copy that is waited for takes a processor."""
     patch.setattr(cuda, "_BLOCKING_SYNC", 0)
-
-
-def vllm_records_no_event(patch: Any) -> None:
-    """Copies between vLLM's cache and host memory come before what vLLM has started. Needs vLLM."""
-    from offload.engines.vllm import _connector, _spec
-
-    patch.setattr(_connector, "_forward_pass", _connector._no_wait)
-    patch.setattr(_spec, "_started_on_device", tuple)
