@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import threading
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_memory_that_is_gone_before_a_device_copies_is_forgotten():
 
 
 def arena(**options: Any) -> SharedMemory:
-    made = Arena(f"arena {next(_numbers)}", 4, 1 << 20, **options)
+    made = Arena(f"arena {os.getpid()} {next(_numbers)}", 4, 1 << 20, **options)
     made.unlink()
     return made.memory
 
