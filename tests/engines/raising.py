@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import offload.engines
 
 _HERE = str(Path(offload.engines.__file__).parent)
 _GUARD = f"{_HERE}/_guard.py"
+_YIELD = dis.opmap["YIELD_VALUE"]
 _CALLERS = {"_call_and_report", "end_one", "_run_callbacks", "insist"}
 ERRORS: list[type[BaseException]] = [RuntimeError, MemoryError, RecursionError, ValueError, KeyError]
 
@@ -32,6 +34,8 @@ def raise_in_call(n: int, error: type[BaseException]) -> Iterator[Raising]:
         nonlocal left
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(_HERE) or code.co_filename == _GUARD:
+            return
+        if code.co_code[frame.f_lasti] == _YIELD:  # a generator that is closed, at any time: nothing of it can raise there
             return
         caller = frame.f_back
         if caller is not None and caller.f_code.co_name in _CALLERS:  # a callback, which has to be called to answer
