@@ -35,8 +35,8 @@ def raise_in_call(n: int, error: type[BaseException]) -> Iterator[Raising]:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(_HERE) or code.co_filename == _GUARD:
             return
-        if code.co_code[frame.f_lasti] == _YIELD:  # a generator that is closed, at any time: nothing of it can raise there
-            return
+        if code.co_code[frame.f_lasti] == _YIELD:
+            return  # a generator that is closed, at any time: nothing of it can raise there
         caller = frame.f_back
         if caller is not None and caller.f_code.co_name in _CALLERS:  # a callback, which has to be called to answer
             return
