@@ -112,7 +112,7 @@ class SlotTier(PooledTier[BlockPool]):
         eviction: EvictionPolicy[Key] | None = None,
     ) -> None:
         self.pool: BlockPool = BlockPool(capacity, eviction, first=first)
-        self.block_bytes = storage.block_bytes
+        self.block_bytes: int = storage.block_bytes
         self.checksums = checksums
         """Whether blocks are verified when they are loaded."""
         self._storage = storage
