@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from offload.abc import AsyncPolicy
 from offload.engines.vllm import _worker
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks
 from offload.engines.vllm._naming import ChunkNaming
-from offload.engines.vllm._plans import StepPlan
+from offload.engines.vllm._plans import LoadPlan, StepPlan
 from offload.engines.vllm._requests import BlockGroup, RequestTable, State
 from offload.engines.vllm._scheduler import Scheduled, SchedulerHalf
 from offload.engines.vllm._settings import MaruSettings
@@ -601,6 +602,29 @@ def test_the_cache_does_not_go_to_sleep_under_a_store_without_a_proven_end(monke
             with pytest.raises(DrainUnproven):
                 vllm.worker.leave_cache()
         vllm.worker.engine.call(gate.set)
+
+
+class Hanging(threading.Event):
+    """The end of a load in an engine whose thread hangs: waiting for it takes all its time, by a clock of its own."""
+
+    now = 0.0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        Hanging.now += timeout
+        return False
+
+
+def test_loads_that_do_not_end_keep_the_cache_awake_no_longer_than_one(monkeypatch):
+    with instance(memory()) as vllm:
+        monkeypatch.setattr(Hanging, "now", 0.0)
+        monkeypatch.setattr(_worker, "time", SimpleNamespace(monotonic=lambda: Hanging.now))
+        plan = LoadPlan("p", (), ())
+        vllm.worker._loads = {name: _worker._Load(plan, over=Hanging()) for name in ("a", "b", "c")}
+        with pytest.raises(DrainUnproven):
+            vllm.worker.leave_cache()
+        vllm.worker._loads = {}
+        assert Hanging.now == _worker.LONGEST_END
 
 
 def test_a_store_that_was_not_copied_yet_is_cancelled_where_its_blocks_are_given_out():

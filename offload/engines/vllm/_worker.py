@@ -51,7 +51,7 @@ LONGEST_CHECK: Final = 5.0
 It waits that long if a tier is slow to answer.
 """
 LONGEST_END: Final = 30.0
-"""Seconds that the end of a cancelled load may take.
+"""Seconds that the end of cancelled loads may take, for all together.
 
 The engine answers sooner, unless its thread hangs.
 """
@@ -167,13 +167,13 @@ class WorkerHalf:
         Raises:
             DrainUnproven: a copy may still use the cache: it must not be freed.
         """
-        stores, loads = list(self._stores.values()), list(self._loads.values())
-        loads = [load for load in loads if not load.over.is_set()]
+        stores, loads = list(self._stores.values()), [one for one in self._loads.values() if not one.over.is_set()]
         for load in loads:
             self._request_end(load)
         self._end_stores(stores)
+        deadline = time.monotonic() + LONGEST_END  # one for all: an engine that hangs ends none
         for load in loads:
-            if not load.over.wait(LONGEST_END):
+            if not load.over.wait(max(0.0, deadline - time.monotonic())):
                 self._unproven = WaitTimeout(f"{load.future!r} does not end")
         self.counts.add("stores cancelled, since the cache goes to sleep", len(stores))
         self.counts.add("loads cancelled, since the cache goes to sleep", len(loads))
