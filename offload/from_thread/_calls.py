@@ -191,17 +191,7 @@ class Hit:
             the blocks.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_let_go_of",
-        "_pinned",
-        "_released",
-        "_worker",
-        "keys",
-        "reads",
-        "runs",
-        "unavailable",
-    )
+    __slots__ = ("__weakref__", "_let_go_of", "_pinned", "_released", "_worker", "keys", "reads", "runs", "unavailable")
 
     def __init__(self, worker: EngineWorker, pinned: PinnedHit) -> None:
         self._worker = worker
@@ -289,9 +279,14 @@ class Hit:
         self.release()
 
     def __del__(self) -> None:
-        if not hasattr(self, "_released"):  # a signal has struck while it was made: it holds nothing
+        try:
+            released = self._released
+        except AttributeError:  # a signal has struck while it was made: it holds nothing
             return
-        dropped = repr(self) if not self._released and self.keys and self._worker.refusal is None else ""
-        self.release()  # first: the warning may be an error
+        try:
+            dropped = repr(self) if not released and self.keys and self._worker.refusal is None else ""
+            self.release()  # before the warning, which may be an error
+        finally:
+            self.release()  # again: Python ignores an exception that a signal's handler raises here
         if dropped:
             warnings.warn(f"{dropped} was dropped without being released", ResourceWarning, stacklevel=2, source=self)

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -446,6 +447,7 @@ def is_struck(function: Callable[[], object], after: float) -> bool:
             function()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.pthread_kill(threading.get_ident(), 0)  # handles it here, if it has come and is not handled yet
     except Struck:
         return True
     return False
@@ -487,6 +489,15 @@ def closes_whole(host: MemoryTier | FileTier) -> None:
         host.close()
         assert directory is not None
         assert directory.root == -1
+
+
+@contextmanager
+def unraisable_ignored() -> Iterator[None]:
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 class StrikeAt:
@@ -537,6 +548,23 @@ def test_a_signal_at_each_place_where_one_is_handled_leaves_all_whole(what: str,
         assert 10 < place < 999
         assert load_all(engine, keys) == stored
     closes_whole(host)
+
+
+def test_a_signal_while_a_hit_is_dropped_leaves_all_whole() -> None:
+    """At each place but the first one, which is before the first instruction of ``__del__``."""
+    keys, host = keys_of(3), memory(3)
+    with engine_of(keys, {"host": host}) as engine, warnings.catch_warnings(), unraisable_ignored():
+        warnings.simplefilter("ignore", ResourceWarning)
+        for place in range(1, 1_000):
+            hit = engine.lookup(keys)
+            strike = StrikeAt(place)
+            sys.setprofile(strike)
+            del hit
+            sys.setprofile(None)
+            assert is_at_rest(engine, host), f"at place {place}"
+            if not strike.struck:
+                break
+        assert 5 < place < 999
 
 
 # --- against the end of the engine ------------------------------------------------------------------------------------
