@@ -109,6 +109,7 @@ def open_pipeline(
             for (``route_share``), and drop and count the rest.
 
     Raises:
+        TypeError: ``source`` is no source of blocks, or ``destination`` no :class:`backends.abc.TransferExecutor`.
         ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.
     """
     if not isinstance(destination, TransferExecutor):

@@ -42,13 +42,13 @@ def origin_of(place: Source | Tier) -> Source:
     For a tier these are its blocks, or, for a page store, its held pages.
 
     Raises:
-        TypeError: it is a tier that cannot be read so.
+        TypeError: it is no source, or a tier that cannot be read so.
     """
-    if not isinstance(place, Tier):
-        return place
-    source = place.source if place.held_pages is None else place.held_pages  # an empty source is false
-    if source is None:
-        raise TypeError(f"{place!r} is no source: no pipeline can start there")
+    source: object = place
+    if isinstance(place, Tier):
+        source = place.source if place.held_pages is None else place.held_pages  # an empty source is false
+    if not isinstance(source, Source):
+        raise TypeError(f"no pipeline can start at {place!r}: it is neither a backends.abc.Source nor a tier with one")
     return source
 
 

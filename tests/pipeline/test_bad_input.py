@@ -72,6 +72,12 @@ async def test_what_is_no_policy_is_refused_before_anything_opens(policies):
         open_pipeline(FakeTier(), FakeTier(), policies=policies)
 
 
+@pytest.mark.parametrize(("source", "destination"), [("files", FakeTier()), (FakeTier(), "files")])
+async def test_what_is_no_place_is_refused_before_anything_opens(source, destination):
+    with pytest.raises(TypeError, match=r"'files'.*backends\.abc\."):
+        open_pipeline(source, destination)
+
+
 async def test_a_chain_must_start_where_the_first_copy_ends():
     source, destination = FakeTier(), FakeTier()
     async with open_pipeline(source, destination) as pipeline:
