@@ -21,7 +21,7 @@ class ConfigError(OffloadError, KnobError):
 
 
 class PipelineFull(OffloadError, trio.WouldBlock):
-    """There is no room in the pipeline's budget now.
+    """The pipeline's budget has no room now.
 
     The caller waits (``await enqueue``), drops the blocks, or tries again.
     """

@@ -284,7 +284,7 @@ def test_a_copy_sleeps_until_its_end_and_does_not_wait_for_the_default_stream(wa
 
 @pytest.mark.parametrize("way", ["store", "load"])
 def test_a_copy_behind_an_event_of_a_graph_that_is_captured_does_not_count_as_made(way):
-    """It would be part of the graph."""
+    """The copy would be part of the graph."""
     with device() as there:
         compute, captured = there.compute_stream(), there.driver.event()
         there.fake.capture(compute)
@@ -295,7 +295,7 @@ def test_a_copy_behind_an_event_of_a_graph_that_is_captured_does_not_count_as_ma
 
 
 class Pressed(BaseException):
-    """What the handler of a signal raises, such as KeyboardInterrupt."""
+    """An exception of a signal's handler, such as KeyboardInterrupt."""
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Able(Destination):
 
 
 class Summing(Able):
-    """The same, with the sums of what it is given."""
+    """A destination with the abilities of ``Able`` that also sums the pages it copies."""
 
     def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
         super().copy_in_and_sum(start, pages)

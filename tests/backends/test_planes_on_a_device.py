@@ -142,7 +142,7 @@ USES: list[Callable[[TensorPlanes], object]] = [
 
 
 def is_used_once(use_it: Callable[[TensorPlanes], object], number: int, code: int) -> int:
-    """Use planes while one call of the driver fails. Returns how many calls that took."""
+    """Use planes while one call of the driver fails, and return the number of calls."""
     with caches(torch.uint8) as there:  # no number is another one than itself
         planes, theirs = there.planes(there.device), there.planes(there.host)
         there.fake.fail(len(there.fake.calls) + number, code)

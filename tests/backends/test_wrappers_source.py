@@ -44,7 +44,7 @@ async def copied_out(tier, refs):
 
 
 class Remote(Source):
-    """A source that copies blocks itself, the next of which does not come to an end."""
+    """A source that copies blocks itself. Its first copy does not end."""
 
     block_bytes = 64
 
@@ -62,7 +62,7 @@ class Remote(Source):
 
 
 class RemotePlaces(Destination):
-    """The same as a destination."""
+    """A destination that copies blocks itself. Its first copy does not end."""
 
     block_bytes = 64
 

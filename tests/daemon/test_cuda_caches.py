@@ -29,7 +29,7 @@ DEVICE = "00000000-0000-0000-0000-000000000000"
 
 @pytest.fixture(autouse=True)
 def nothing_is_pinned_meanwhile(monkeypatch):
-    """The calls of the driver are counted, and the memory of clients in this process is pinned by more of them."""
+    """Pin no memory of clients, since these tests count the calls of the driver."""
     monkeypatch.setattr(pinning, "use_device", lambda: None)
 
 

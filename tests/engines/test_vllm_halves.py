@@ -605,7 +605,7 @@ def test_the_cache_does_not_go_to_sleep_under_a_store_without_a_proven_end(monke
 
 
 class Hanging(threading.Event):
-    """The end of a load in an engine whose thread hangs: waiting for it takes all its time, by a clock of its own."""
+    """The end of a load in an engine whose thread hangs, with a clock of its own that a wait advances."""
 
     now = 0.0
 

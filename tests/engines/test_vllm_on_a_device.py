@@ -113,7 +113,7 @@ class There:
 
 
 def host(source: ChunkSource) -> MemoryTier:
-    """A tier that is not pinned meanwhile, so that the driver's calls are in order."""
+    """A tier that is not pinned, so that the driver's calls are in order."""
     return MemoryTier(1 << 20, source.block_bytes, pin_memory=False)
 
 
@@ -267,7 +267,7 @@ TYPED = (BackendError, CudaError, OffloadError)
 
 @contextmanager
 def checked(**knobs: Any) -> Iterator[tuple[There, from_thread.Engine, Any]]:
-    """An engine whose layout is to be checked with free blocks; the copier has its threads and streams."""
+    """An engine before its layout check with free blocks; its copier has threads and streams."""
     with device(**knobs) as there:
         source = there.source()
         with from_thread.open_engine(source, [host(source)], shadow_check=0) as engine:

@@ -193,7 +193,7 @@ def test_clean_loads_raise_no_alarm(loads):
 
 
 class FreePages:
-    """As much of a pool as gives pages out."""
+    """The part of a pool that gives out free pages."""
 
     page_size = PAGE_TOKENS
 
