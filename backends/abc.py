@@ -201,7 +201,7 @@ class Source(ABC):
 
         ``None`` for a block that cannot be read by planes, for example because only a part of it is copied.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self!r} has no plane_samples: see Source.plane_names")
 
 
 class Destination(ABC):
@@ -257,7 +257,7 @@ class Destination(ABC):
 
         The sum is of the whole page, also if only a part of it is copied.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self!r} has no copy_in_and_sum: see Destination.sums_pages")
 
     @property
     def is_readable(self) -> bool:
@@ -269,7 +269,7 @@ class Destination(ABC):
 
     def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
         """Copy the places at these positions into pages. In a worker thread."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self!r} has no copy_out: see Destination.is_readable")
 
     @property
     def plane_names(self) -> Sequence[str]:
@@ -284,7 +284,7 @@ class Destination(ABC):
 
         See :attr:`Source.plane_names`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self!r} has no plane_samples: see Destination.plane_names")
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class TransferExecutor(ABC):
 
         Only if :attr:`Capabilities.answers_at_once`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self!r} has no contains_nowait: see Capabilities.answers_at_once")
 
 
 # --- reading back -------------------------------------------------------------------------------------------------
@@ -538,7 +538,7 @@ class Tier(TransferExecutor):
 
         Only if :attr:`Capabilities.reports_evictions`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self!r} has no on_evicted: see Capabilities.reports_evictions")
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
         """Call ``spiller`` at every eviction until the returned function is called.
@@ -550,18 +550,18 @@ class Tier(TransferExecutor):
         Raises:
             ValueError: the tier has a spiller.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self!r} has no spill_to: see Capabilities.reports_evictions")
 
     def list_keys(self) -> list[Key]:
         """Return all keys that are stored, in any order. Only if :attr:`Capabilities.lists_keys`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self!r} has no list_keys: see Capabilities.lists_keys")
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
         """Report every change to ``watcher`` until the returned function is called.
 
         Only if :attr:`Capabilities.lists_keys`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self!r} has no watch_keys: see Capabilities.lists_keys")
 
     def tell_when_back(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever a tier that was gone is back.

@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +71,24 @@ def test_a_place_in_front_forwards_every_ability(front: type, contract: type) ->
     abilities = {name for kind in contract.__mro__[:-1] for name in vars(kind) if not name.startswith("_")}
     own = {name for kind in front.__mro__ if kind not in contract.__mro__ for name in vars(kind)}
     assert abilities - own == NOT_FORWARDED[contract]
+
+
+@pytest.mark.parametrize(
+    ("place", "method", "arguments", "ability"),
+    [
+        (Source, "plane_samples", ([],), "Source.plane_names"),
+        (Destination, "plane_samples", ([],), "Destination.plane_names"),
+        (Destination, "copy_in_and_sum", (0, None), "Destination.sums_pages"),
+        (Destination, "copy_out", ([], None), "Destination.is_readable"),
+        (Tier, "contains_nowait", ([],), "Capabilities.answers_at_once"),
+        (Tier, "on_evicted", (print,), "Capabilities.reports_evictions"),
+        (Tier, "spill_to", (print,), "Capabilities.reports_evictions"),
+        (Tier, "list_keys", (), "Capabilities.lists_keys"),
+        (Tier, "watch_keys", (None,), "Capabilities.lists_keys"),
+    ],
+)
+def test_a_method_that_a_place_lacks_names_its_ability(place: Any, method: str, arguments: Any, ability: str) -> None:
+    # Declared, say, by a tier of a user who forgot the method.
+    bare = type("Bare", (place,), dict.fromkeys(place.__abstractmethods__))()
+    with pytest.raises(NotImplementedError, match=rf"Bare .*has no {method}: see {ability}"):
+        getattr(bare, method)(*arguments)
