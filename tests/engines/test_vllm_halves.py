@@ -517,6 +517,23 @@ def test_a_forward_pass_waits_for_a_copy_that_reads_its_blocks():
         vllm.worker.engine.drain()
 
 
+def falls_asleep_behind(gate: trio.Event, vllm: Loop) -> None:
+    """Check that the cache is left, and overwritten, once a gate is open and not before."""
+    asleep = threading.Event()
+
+    def sleep() -> None:
+        vllm.worker.leave_cache()
+        vllm.cache.zero_()
+        asleep.set()
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    assert not asleep.wait(0.1)
+    vllm.worker.engine.call(gate.set)
+    assert asleep.wait(SOON)
+    thread.join(SOON)
+
+
 def test_before_the_cache_goes_to_sleep_the_copies_that_read_it_are_waited_for():
     tier = Gated()
     instrument, copying = began()
@@ -526,19 +543,7 @@ def test_before_the_cache_goes_to_sleep_the_copies_that_read_it_are_waited_for()
         vllm.scheduler.allocated("p", [blocks_from(0)], 0)
         vllm.compute("p", 256, blocks_from(0))
         assert copying.wait(SOON)
-        asleep = threading.Event()
-
-        def sleep() -> None:
-            vllm.worker.leave_cache()
-            vllm.cache.zero_()
-            asleep.set()
-
-        thread = threading.Thread(target=sleep)
-        thread.start()
-        assert not asleep.wait(0.1)
-        vllm.worker.engine.call(gate.set)
-        assert asleep.wait(SOON)
-        thread.join(SOON)
+        falls_asleep_behind(gate, vllm)
         assert not vllm.worker._stores
         tier.faults.gate = None
         stored(vllm, "q", blocks=blocks_from(20))
@@ -554,19 +559,7 @@ def test_before_the_cache_goes_to_sleep_the_copies_that_write_it_are_ended():
         vllm.scheduler.allocated("second", [blocks_from(32)], vllm.matched("p", 256, name="second"))
         vllm.step()
         eventually(lambda: tier.waiting)
-        asleep = threading.Event()
-
-        def sleep() -> None:
-            vllm.worker.leave_cache()
-            vllm.cache.zero_()
-            asleep.set()
-
-        thread = threading.Thread(target=sleep)
-        thread.start()
-        assert not asleep.wait(0.1)
-        vllm.worker.engine.call(gate.set)
-        assert asleep.wait(SOON)
-        thread.join(SOON)
+        falls_asleep_behind(gate, vllm)
         vllm.step()
         assert vllm.received == {"second"} and vllm.failed == set(blocks_from(32)[:12])
         assert not vllm.cache.any()
