@@ -21,9 +21,8 @@ from types import TracebackType
 
 import zmq
 
-from ..base.scratch import scratch
 from .measure import Clock
-from .processes import PATIENCE, Child
+from .processes import PATIENCE, Child, home
 
 _PACKET_BYTES = 64 << 10
 
@@ -44,7 +43,7 @@ class Echo(Child):
 @contextmanager
 def echo() -> Iterator[Echo]:
     """Run an echo for a block."""
-    with scratch("maru-echo") as directory, Echo(directory) as running:
+    with home(0) as directory, Echo(directory) as running:  # the path of temporary files may be too long for a socket
         assert isinstance(running, Echo)
         yield running
 

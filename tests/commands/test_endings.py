@@ -50,7 +50,7 @@ class Running:
     @property
     def temporary(self) -> list[Path]:
         """What it has among temporary files."""
-        return sorted((self.home / "tmp").iterdir())
+        return sorted(temporary_files(self.home).iterdir())
 
     def accepted(self) -> bool:
         """Whether it has come to who listens."""
@@ -67,6 +67,11 @@ def _below(parent: int) -> Iterator[int]:
             for pid in map(int, children.read_text().split()):
                 yield pid
                 yield from _below(pid)
+
+
+def temporary_files(home: Path) -> Path:
+    """Name the directory of a command's temporary files. Its path is too long for a Unix socket in it."""
+    return home / ("tmp" * 36)
 
 
 Middle: TypeAlias = Callable[[Running], object]
@@ -138,7 +143,7 @@ CASES: Final = {
 @contextlib.contextmanager
 def started(case: Case, home: Path) -> Iterator[Running]:
     """A command, in a directory with what it needs. What is left of it in the end is killed and removed."""
-    (home / "tmp").mkdir()
+    temporary_files(home).mkdir()
     _write_trace(home / "long.jsonl")
     (home / "large.scenario.toml").write_text(LARGE)
     with socket.socket(socket.AF_UNIX) as silent:
@@ -147,7 +152,7 @@ def started(case: Case, home: Path) -> Iterator[Running]:
         silent.setblocking(False)
         environment = {
             **os.environ,
-            "TMPDIR": str(home / "tmp"),
+            "TMPDIR": str(temporary_files(home)),
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
         process = subprocess.Popen(

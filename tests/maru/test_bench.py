@@ -61,7 +61,7 @@ GOALS = {
 
 def left_behind(process: int) -> set[str]:
     """What this process and its children may have left."""
-    ours = (f"maru-bench-{process}-", f"maru-echo-{process}-")
+    ours = f"maru-bench-{process}-"
     return {
         name for place in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(place) if name.startswith(ours)
     }
