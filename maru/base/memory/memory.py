@@ -197,21 +197,17 @@ class Memory:
         """Make the pages read-only in a forked child: the parent writes them."""
         _mprotect(self.address, self.length, mmap.PROT_READ)
 
-    def __del__(
-        self,
-        munmap: Callable[[int, int], int] = _munmap,
-        getpid: Callable[[], int] = os.getpid,
-        close: Callable[[int], None] = os.close,
-    ) -> None:
-        if not self.length:  # (The called functions are bound above: at the end of a process, module globals go first.)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The end of a process frees all of this, and module globals are gone by then: hence the bound function.
+        if not self.length or is_finalizing():
             return
-        is_owner = getpid() == self._pid
+        is_owner = os.getpid() == self._pid
         if self._unpin is not None and is_owner:
             self._unpin()
         if is_owner or not self._is_hidden:  # in a child without the memory, these addresses may be another mapping
-            munmap(self.address, self.length)
+            _munmap(self.address, self.length)
         if self._kept >= 0:
-            close(self._kept)
+            os.close(self._kept)
 
 
 def madvise(address: int, length: int, advice: int) -> int:
