@@ -26,8 +26,9 @@ import os
 import re
 import stat
 import struct
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -245,14 +246,13 @@ class Directory:
         self._close()
 
     def _close(self) -> None:
-        for fd in (self.lock, self.root):
-            if fd >= 0:
-                os.close(fd)
-        self.lock = -1
-        self.root = -1
+        for fd in {self.lock, self.root} - {-1}:
+            os.close(fd)
+        self.lock = self.root = -1
 
-    def __del__(self) -> None:
-        self._close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self._close()
 
     def scan(self) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the files with this tier's kind of name.

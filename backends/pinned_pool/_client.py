@@ -17,9 +17,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Final, TypeVar
 
@@ -162,10 +163,9 @@ class PinnedPoolClient:
         state = " (closed)" if self._closed else "" if self._connection.is_open else " (lost)"
         return f"<PinnedPoolClient of {self.server}{state}>"
 
-    def __del__(self) -> None:
-        connection = getattr(self, "_connection", None)
-        if connection is not None:
-            connection.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_connection") and not is_finalizing():
+            self._connection.close()
 
     def close(self) -> None:
         """End the session. Idempotent.

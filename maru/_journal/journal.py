@@ -117,8 +117,8 @@ class _File:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def __del__(self) -> None:
-        os.close(self.fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
 
 
 class Journal:

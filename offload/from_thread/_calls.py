@@ -7,6 +7,7 @@ one step, so a ``close`` that ran out of time and answers all pending calls answ
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -278,15 +279,19 @@ class Hit:
     def __exit__(self, *exc: object) -> None:
         self.release()
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        dropped, ends = "", False
         try:
             released = self._released
         except AttributeError:  # a signal has struck while it was made: it holds nothing
             return
         try:
-            dropped = repr(self) if not released and self.keys and self._worker.refusal is None else ""
-            self.release()  # before the warning, which may be an error
+            ends = is_finalizing()  # the engine has gone with the process, and so may the modules that a release uses
+            if not ends:
+                dropped = repr(self) if not released and self.keys and self._worker.refusal is None else ""
+                self.release()  # before the warning, which may be an error
         finally:
-            self.release()  # again: Python ignores an exception that a signal's handler raises here
+            if not ends:
+                self.release()  # again: Python ignores an exception that a signal's handler raises here
         if dropped:
             warnings.warn(f"{dropped} was dropped without being released", ResourceWarning, stacklevel=2, source=self)

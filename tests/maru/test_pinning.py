@@ -350,24 +350,6 @@ def test_a_process_that_expects_cuda_uses_it_where_the_driver_is(process, monkey
     assert pinning.uses_cuda()
 
 
-def test_memory_may_outlive_the_modules_that_pinned_it():
-    code = """if True:
-        import sys, types
-        early = sys.early = sys.modules["early"] = types.ModuleType("early")  # cleared after those imported later
-        from maru.base.memory import memory, pinning
-        from maru.fake_cuda import FakeCuda, use
-        fake = use(FakeCuda())
-        sys.alive = memory, pinning, fake
-        fake.__enter__()
-        early.memory = memory.Memory.private(8192)
-        pin = pinning.Pin(early.memory)
-        pin.pin()
-        assert pin.is_whole
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_pinning_imports_no_torch():
     script = """
 import sys
