@@ -21,7 +21,7 @@ import attrs
 import msgspec
 import trio
 
-from backends.abc import Failed, Key, TransferExecutor
+from backends.abc import Failed, Key, Source, Tier, TransferExecutor
 from backends.file import FileTier
 from backends.memory import MemoryTier
 
@@ -519,9 +519,8 @@ def _left(left: LeftOut | None) -> LeftBlocks | None:
 
 
 def _described(place: object, name: str) -> TierDescription:
-    block_bytes = int(getattr(place, "block_bytes", 0) or 0)
-    statistics = getattr(place, "statistics", None)
-    capacity = int(getattr(statistics(), "capacity_bytes", 0)) if callable(statistics) and block_bytes else 0
+    block_bytes = place.block_bytes if isinstance(place, Source | Tier) else 0
+    capacity = place.statistics().capacity_bytes if isinstance(place, Tier) and block_bytes else 0
     kind = "memory" if isinstance(place, MemoryTier) else "file" if isinstance(place, FileTier) else "other"
     return TierDescription(
         name=name,

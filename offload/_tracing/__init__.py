@@ -1,4 +1,4 @@
 """Traces of live pipelines for Perfetto and OpenTelemetry.
 
-``perfetto`` writes files, ``spans`` makes spans.
+Both derive from ``stories``. ``perfetto`` writes files, ``spans`` makes spans.
 """

@@ -14,7 +14,8 @@ import heapq
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -25,6 +26,7 @@ from maru.base.files import PERFETTO
 from .._errors import ConfigError
 from .._pipeline.container import OffloadBatch, OffloadContainer
 from .._pipeline.pipeline import Pipeline
+from .stories import Mark, Stories, counts_of
 from .trace_events import Event, complete, counter, in_order, instant, meta
 
 if TYPE_CHECKING:
@@ -43,14 +45,10 @@ class _Ended:
     pipeline: int
     number: int
     row: int
-    marks: Sequence[tuple[str, float]]
-    """Stages that it has entered, each with the time, and its end."""
+    marks: Sequence[Mark]
+    """Stages that it has entered, and its end."""
     status: str
-    blocks: int
-    completed: int
-    filtered: int
-    failed: int
-    evicted: int
+    counts: Mapping[str, int]
     error: str
 
 
@@ -129,12 +127,11 @@ class PerfettoTrace:
     def _containers(self) -> Iterator[Event]:
         for one in self._ended:
             first, last = one.marks[0][1], one.marks[-1][1]
-            counts = {name: getattr(one, name) for name in ("blocks", "completed", "filtered", "failed", "evicted")}
             yield complete(
                 f"{one.number} {one.status}", "container", one.pipeline, one.row, first * 1e6, (last - first) * 1e6,
-                {"status": one.status, **counts, "error": one.error},
+                {"status": one.status, **one.counts, "error": one.error},
             )  # fmt: skip
-            for (stage, began), (_, ended) in zip(one.marks, one.marks[1:], strict=False):
+            for (stage, began), (_, ended) in pairwise(one.marks):
                 yield complete(
                     stage, "stage", one.pipeline, one.row, began * 1e6, (ended - began) * 1e6, {"container": one.number}
                 )
@@ -150,7 +147,8 @@ class PerfettoTrace:
     def _loaded(self) -> Iterator[Event]:
         ends: dict[int, list[float]] = {}  # ends of the rows of each engine
         for one in sorted(self._reads, key=lambda read: read.began):
-            arguments = {"asked": one.asked, **({} if one.left is None else _told(one.left))}
+            left = {} if one.left is None else {**attrs.asdict(one.left), "text": str(one.left)}
+            arguments = {"asked": one.asked, **left}
             if one.seconds is None:
                 name = f"{one.asked - one.found} left to be computed"
                 yield instant(name, "lookup", one.engine, 0, one.began * 1e6, arguments)
@@ -171,10 +169,6 @@ class PerfettoTrace:
             yield counter("containers inside", pipeline, at * 1e6, levels[pipeline])
 
 
-def _told(left: LeftOut) -> Event:
-    return {**attrs.asdict(left), "text": str(left)}
-
-
 class _EngineTrace:
     """The hooks of one engine."""
 
@@ -192,8 +186,8 @@ class _EngineTrace:
         self._reads.append(_Read(self._index, began, seconds, len(hit.keys), result.loaded, result.left_out))
 
 
-class _PipelineTrace:
-    """The hooks of one pipeline."""
+class _PipelineTrace(Stories[int]):
+    """The hooks of one pipeline. It keeps the row of each container."""
 
     def __init__(
         self,
@@ -202,58 +196,36 @@ class _PipelineTrace:
         ended: deque[_Ended],
         copies: deque[tuple[int, int, float, float, Sequence[int]]],
     ) -> None:
+        super().__init__(clock)
         self._index = index
-        self._clock = clock
         self._ended = ended
         self._copies = copies
-        self._inside: dict[OffloadContainer, tuple[int, list[tuple[str, float]]]] = {}
-        self._copying: dict[OffloadBatch, tuple[int, float, list[int]]] = {}
+        self._copying: dict[OffloadBatch, tuple[int, float]] = {}
         self._rows = _Rows()
         self._copy_rows = _Rows()
 
-    def enqueued(self, container: OffloadContainer) -> None:
-        self._inside[container] = self._rows.take(), [("admission", self._clock())]
-
-    def awaiting(self, container: OffloadContainer) -> None:
-        self._mark(container, "awaiting")
-
-    def batching(self, container: OffloadContainer) -> None:
-        self._mark(container, "batching")
-
-    def transfer(self, batch: OffloadBatch) -> None:
-        for container in batch.containers:
-            self._mark(container, "transfer")
-
-    def _mark(self, container: OffloadContainer, stage: str) -> None:
-        inside = self._inside.get(container)  # none: it came before this instrument did
-        if inside is not None:
-            inside[1].append((stage, self._clock()))
+    def begin(self, container: OffloadContainer, now: float) -> int:
+        return self._rows.take()
 
     def xfer_start(self, batch: OffloadBatch) -> None:
-        numbers = [container.number for container in batch.containers]
-        self._copying[batch] = self._copy_rows.take(), self._clock(), numbers
+        super().xfer_start(batch)
+        self._copying[batch] = self._copy_rows.take(), self.clock()
 
     def xfer_end(self, batch: OffloadBatch) -> None:
+        super().xfer_end(batch)
         copying = self._copying.pop(batch, None)
         if copying is not None:
-            row, began, numbers = copying
+            row, began = copying
             self._copy_rows.give_back(row)
-            self._copies.append((self._index, row, began, self._clock(), numbers))
+            numbers = [container.number for container in batch.containers]
+            self._copies.append((self._index, row, began, self.clock(), numbers))
 
-    def settled(self, container: OffloadContainer) -> None:
-        inside = self._inside.pop(container, None)
-        if inside is None:
-            return
-        row, marks = inside
-        self._rows.give_back(row)
-        marks.append(("settled", self._clock()))
+    def end(self, container: OffloadContainer, kept: int, marks: Sequence[Mark]) -> None:
+        self._rows.give_back(kept)
         error = "" if container.error is None else type(container.error).__name__
         self._ended.append(
-            _Ended(
-                self._index, container.number, row, marks, container.status.name, len(container.blocks.keys),
-                len(container.completed), len(container.filtered), len(container.failed), len(container.evicted), error,
-            )
-        )  # fmt: skip
+            _Ended(self._index, container.number, kept, marks, container.status.name, counts_of(container), error)
+        )
 
 
 class _Rows:
@@ -264,13 +236,10 @@ class _Rows:
 
     def __init__(self) -> None:
         self._free: list[int] = []
-        self._made = 0
+        self._new = count()
 
     def take(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        self._made += 1
-        return self._made - 1
+        return heapq.heappop(self._free) if self._free else next(self._new)
 
     def give_back(self, row: int) -> None:
         heapq.heappush(self._free, row)

@@ -37,8 +37,9 @@ except ImportError:  # pragma: no cover: the tests' environment has it
 
 from backends.abc import TransferExecutor
 
-from .._pipeline.container import OffloadBatch, OffloadContainer
+from .._pipeline.container import OffloadContainer
 from .._pipeline.pipeline import Pipeline
+from .stories import Mark, Stories, counts_of
 
 if TYPE_CHECKING:
     from backends.abc import Key, TransferExecutor
@@ -78,88 +79,56 @@ class SpanInstrument:
             opened.add_instrument(_EngineSpans(self._tracer))
 
 
-class _PipelineSpans:
+class _PipelineSpans(Stories[Span]):
     """The hooks of one pipeline."""
 
     def __init__(self, tracer: Tracer, pipeline: Pipeline) -> None:
+        super().__init__(time_ns)
         self._tracer = tracer
         self._attributes = {
             f"{PREFIX}.pipeline": pipeline.name,
             f"{PREFIX}.source": _name_of(pipeline.source, "device"),
             f"{PREFIX}.destination": _name_of(pipeline.destination, pipeline.name),
         }
-        self._inside: dict[OffloadContainer, tuple[Span, list[tuple[str, int]]]] = {}
 
-    def enqueued(self, container: OffloadContainer) -> None:
-        now = time_ns()
+    def begin(self, container: OffloadContainer, now: float) -> Span | None:
         request = get_current_span().get_span_context()
         span = self._tracer.start_span(
             NAME,
             context=set_span_in_context(INVALID_SPAN),
             kind=SpanKind.INTERNAL,
             links=[Link(request)] if request.is_valid else (),
-            start_time=now,
+            start_time=int(now),
         )
         if span.is_recording():
-            self._inside[container] = span, [("admission", now)]
-        else:
-            span.end()
-
-    def awaiting(self, container: OffloadContainer) -> None:
-        self._mark(container, "awaiting")
-
-    def batching(self, container: OffloadContainer) -> None:
-        self._mark(container, "batching")
-
-    def transfer(self, batch: OffloadBatch) -> None:
-        self._mark_all(batch.containers, "transfer")
-
-    def xfer_start(self, batch: OffloadBatch) -> None:
-        self._mark_all(batch.containers, "copy")
-
-    def xfer_end(self, batch: OffloadBatch) -> None:
-        self._mark_all(batch.containers, "settlement")
+            return span
+        span.end()
+        return None
 
     def cancel_requested(self, container: OffloadContainer) -> None:
-        inside = self._inside.get(container)
+        inside = self.inside.get(container)
         if inside is not None:
             inside[0].add_event("cancel requested")
 
-    def _mark_all(self, containers: Sequence[OffloadContainer], stage: str) -> None:
-        for container in containers:
-            self._mark(container, stage)
-
-    def _mark(self, container: OffloadContainer, stage: str) -> None:
-        inside = self._inside.get(container)
-        if inside is not None:
-            inside[1].append((stage, time_ns()))
-
-    def settled(self, container: OffloadContainer) -> None:
-        inside = self._inside.pop(container, None)
-        if inside is None:
-            return
-        span, marks = inside
-        marks.append(("", time_ns()))
-        within = set_span_in_context(span)
+    def end(self, container: OffloadContainer, kept: Span, marks: Sequence[Mark]) -> None:
+        within = set_span_in_context(kept)
         for (stage, began), (_, ended) in pairwise(marks):
-            self._tracer.start_span(stage, context=within, start_time=began).end(ended)
-        span.set_attributes(
+            self._tracer.start_span(stage, context=within, start_time=int(began)).end(int(ended))
+        counts = counts_of(container)
+        kept.set_attributes(
             {
                 **self._attributes,
                 f"{PREFIX}.container": container.number,
                 f"{PREFIX}.status": container.status.value,
-                f"{PREFIX}.blocks": len(container.blocks.keys),
-                f"{PREFIX}.blocks.completed": len(container.completed),
-                f"{PREFIX}.blocks.filtered": len(container.filtered),
-                f"{PREFIX}.blocks.failed": len(container.failed),
-                f"{PREFIX}.blocks.evicted": len(container.evicted),
+                f"{PREFIX}.blocks": counts.pop("blocks"),
+                **{f"{PREFIX}.blocks.{end}": n for end, n in counts.items()},
             }
         )
         if container.error is not None or container.failed:
             error = container.error or next(iter(container.failed.values()))
-            span.set_attribute("error.type", type(error).__name__)
-            span.set_status(Status(StatusCode.ERROR, type(error).__name__))
-        span.end(marks[-1][1])
+            kept.set_attribute("error.type", type(error).__name__)
+            kept.set_status(Status(StatusCode.ERROR, type(error).__name__))
+        kept.end(int(marks[-1][1]))
 
 
 class _EngineSpans:

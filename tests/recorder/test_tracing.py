@@ -56,7 +56,7 @@ async def test_each_container_is_a_slice_with_its_stages_inside(autojump_clock, 
     assert set(containers) == {"1 COMPLETE", "2 COMPLETE", "3 CANCELLED"}
     assert containers["1 COMPLETE"]["args"]["completed"] == 8
     stages = {event["name"]: event for event in slices if event["cat"] == "stage" and event["args"]["container"] == 2}
-    assert set(stages) == {"admission", "awaiting", "batching", "transfer"}
+    assert set(stages) == {"admission", "awaiting", "batching", "transfer", "copy", "settlement"}
     assert stages["awaiting"]["dur"] == pytest.approx(2.5e5)
     for event in slices:
         if event["cat"] == "stage":
