@@ -131,7 +131,8 @@ def test_doctor_finds_a_socket_that_others_may_use(served):
     path = told["sections"]["daemon"]["url"].removeprefix("ipc://")
     os.chmod(path, 0o666)
     try:
-        assert f"chmod 600 {path}" in done(command("doctor"), ExitCode.CHECK_FAILED)
+        told = done(command("doctor"), ExitCode.CHECK_FAILED)
+        assert f"chmod600{path}" in "".join(told.split())  # a long path is wrapped
     finally:
         os.chmod(path, 0o600)
 
