@@ -442,6 +442,25 @@ class ReadLease(ABC):
         """
         return False
 
+    def release_nowait(self) -> bool:
+        """Release the blocks if that waits for nothing. Return whether it has.
+
+        Idempotent, in the tier's own thread. After false, :meth:`release` is due.
+        """
+        return False
+
+    def release_from_thread(self) -> bool:
+        """Release the blocks if any thread may. Return whether it has.
+
+        Idempotent; never blocks. After false, :meth:`release` is due.
+        """
+        return False
+
+    @property
+    def bare(self) -> ReadLease:
+        """The tier's own lease, without a breaker in front of it."""
+        return self
+
 
 class Tier(TransferExecutor):
     """A :class:`TransferExecutor` that can also be read.

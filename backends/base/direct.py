@@ -5,7 +5,7 @@ A tier belongs to one thread, its trio thread. Some tiers can be read without th
     any thread                                       the tier's own thread, whenever it gets to it
     pin_from_thread: find, and hold                  catch_up: apply pins and releases of threads
     load_from_thread: copy, and verify               note_loaded: count the blocks
-    DirectLease.release_from_thread                  catch_up
+    release_from_thread of the lease                 catch_up
     PlacedLease.pages: read them in place
 
 Rule 1. A function called in another thread may be interrupted at any bytecode by an exception (KeyboardInterrupt, or
@@ -21,22 +21,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar
 
-from ..abc import Key, Tier
+from ..abc import Key, ReadLease, Tier
 from .pages import Pages
-
-
-class DirectLease(ABC):
-    """A lease that any thread may release."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def release_from_thread(self) -> None:
-        """Release the blocks, in any thread. Idempotent; never blocks."""
-
-    @abstractmethod
-    def release_nowait(self) -> None:
-        """Release the blocks, in the tier's own thread. Idempotent."""
 
 
 class PlacedLease(ABC):
@@ -84,10 +70,10 @@ class DirectTier(Tier):
         """
 
     @abstractmethod
-    def pin_from_thread(self, keys: Sequence[Key]) -> Any:
-        """Return a :class:`DirectLease` of the longest present prefix of ``keys``.
+    def pin_from_thread(self, keys: Sequence[Key]) -> ReadLease | None:
+        """Pin the longest present prefix of ``keys``.
 
-        It counts as a use. ``None``: rule 3. In any thread; waits for no other.
+        It counts as a use. Any thread may release the lease. ``None``: rule 3. In any thread; waits for no other.
         """
 
     @abstractmethod

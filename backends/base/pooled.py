@@ -29,7 +29,6 @@ from ..abc import (
 )
 from ._thread_pins import ThreadPin
 from .blocks import Registry
-from .direct import DirectLease
 from .leaving import Listener, Spill
 from .tier_base import TierBase, TierLease, TierReservation
 
@@ -130,18 +129,19 @@ class Lease(TierLease["PooledTier[Any]"]):
             self.tier.forget_held([self.keys[at] for at in positions], [self.refs[at] for at in positions])
         return True
 
-    def release_nowait(self) -> None:
+    def release_nowait(self) -> bool:
         """Release the blocks. Idempotent."""
         refs = self.refs
         self.refs = []
         if refs:
             self.tier.release(refs)
+        return True
 
     async def __aexit__(self, *exc: object) -> None:
         self.release_nowait()
 
 
-class ThreadLease(Lease, DirectLease):
+class ThreadLease(Lease):
     """A hold that another thread has taken. Made by :meth:`PooledTier.pin_from_thread`."""
 
     __slots__ = ("__weakref__", "pin")
@@ -162,15 +162,17 @@ class ThreadLease(Lease, DirectLease):
             super().forget(positions)
         return True
 
-    def release_from_thread(self) -> None:
+    def release_from_thread(self) -> bool:
         """Release the blocks, in any thread. Idempotent."""
         if not self.pin.is_over:
             self.pin.release()
+        return True
 
-    def release_nowait(self) -> None:
+    def release_nowait(self) -> bool:
         """Release the blocks. Idempotent."""
         self.release_from_thread()
         self.tier.pool.catch_up()
+        return True
 
 
 class PooledTier(TierBase[Lease], Source, Generic[R]):

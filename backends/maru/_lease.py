@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from ..abc import Key
-from ..base.direct import DirectLease, PlacedLease
+from ..base.direct import PlacedLease
 from ..base.pages import Pages
 from ..base.tier_base import TierLease
 
@@ -97,21 +97,21 @@ class MaruLease(TierLease["MaruTier"], PlacedLease):
         self.tier.damaged.add(DamagedPage(self.keys[at], self.generations[at], era) for at in positions)
         return True
 
-    def release_nowait(self) -> None:
+    def release_nowait(self) -> bool:
         """Release the blocks. Idempotent.
 
-        The server is notified; its answer is not awaited.
+        The server is notified; its answer is not awaited. False if damaged blocks are still to be purged.
         """
         self.held.release()
         self.tier.wake_first()  # the released blocks may be evicted now
+        return not self.tier.damaged
 
     async def __aexit__(self, *exc: object) -> None:
-        self.release_nowait()
-        if self.tier.damaged:
+        if not self.release_nowait():
             await self.tier.purge()
 
 
-class MaruThreadLease(MaruLease, DirectLease):
+class MaruThreadLease(MaruLease):
     """A hold by the pin board, which any thread may release.
 
     Made by :meth:`MaruTier.pin_from_thread`. Blocks found damaged through it are purged before the next question to the
@@ -120,9 +120,15 @@ class MaruThreadLease(MaruLease, DirectLease):
 
     __slots__ = ()
 
-    def release_from_thread(self) -> None:
+    def release_from_thread(self) -> bool:
         """Release the blocks, in any thread. Idempotent; no message."""
         self.held.release()
+        return True
+
+    def release_nowait(self) -> bool:
+        """Release the blocks. Idempotent."""
+        super().release_nowait()
+        return True
 
 
 @attrs.frozen

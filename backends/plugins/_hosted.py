@@ -71,13 +71,14 @@ class HostedLease(TierLease["HostedTier"]):
         """Whether it was not released."""
         return self._held or not self.keys
 
-    def release_nowait(self) -> None:
+    def release_nowait(self) -> bool:
         """Release the blocks. Idempotent."""
         if self._held:
             self._held = False
             refs, self._refs = self._refs, []
             self.tier.driver.unlock(self.keys)
             self.tier.registry.unlease(self.keys, refs)
+        return True
 
     async def __aexit__(self, *exc: object) -> None:
         self.release_nowait()

@@ -37,15 +37,14 @@ import time
 from collections.abc import Sequence
 from math import inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import trio
 
-from backends.abc import LOADED, Destination, Key
-from backends.base.direct import DirectLease, DirectTier
+from backends.abc import LOADED, Destination, Key, ReadLease
+from backends.base.direct import DirectTier
 from backends.base.pages import Pages, check_apart
-from backends.base.pooled import Lease
 from backends.base.slots import PORTION_BYTES
 
 from .._errors import TierUnavailable
@@ -70,7 +69,6 @@ MOST_BYTES: Final = 32 << 20
 A larger load goes the ordinary way: compared with its copy, a change of thread costs nothing, and stores yield to it.
 """
 
-_LEASES: Final = (Lease, DirectLease)
 _NOTHING: Final = MappingProxyType[str, Exception]({})
 _log = logging.getLogger("offload.engine")
 
@@ -158,9 +156,9 @@ class DirectReads:
         waits_for_disk = promotes = False
         start, now = 0, self.clock.current_time()
         for segment in hit._segments:
-            breaker_tier: BreakerTier = segment.tier  # type: ignore[assignment]
-            tier, lease = breaker_tier.direct, segment.lease.inner  # type: ignore[attr-defined]
-            if tier is None or not isinstance(lease, _LEASES) or (ends is not None and tier.waits_for_disk):
+            breaker_tier = segment.tier
+            tier = breaker_tier.direct
+            if tier is None or (ends is not None and tier.waits_for_disk):
                 return None
             try:
                 permit = breaker_tier.permit_from_thread(now)
@@ -170,7 +168,7 @@ class DirectReads:
                 return None
             stop = start + segment.blocks
             part = there if segment.blocks == n else there.part(start, stop)
-            parts.append(_Part(segment.rank, breaker_tier, tier, lease, permit, part))
+            parts.append(_Part(segment.rank, breaker_tier, tier, segment.lease.bare, permit, part))
             waits_for_disk = waits_for_disk or tier.waits_for_disk
             promotes = promotes or bool(promote and segment.rank)
             start = stop
@@ -183,12 +181,7 @@ class DirectReads:
 
         Returns whether it has released them. The trio thread still has to forget the hit: :meth:`release`.
         """
-        leases = [segment.lease.inner for segment in hit._segments]  # type: ignore[attr-defined]
-        if not all([isinstance(lease, DirectLease) for lease in leases]):
-            return False
-        for lease in leases:
-            lease.release_from_thread()
-        return True
+        return all([segment.lease.release_from_thread() for segment in hit._segments])
 
     @staticmethod
     def is_waited_for(hit: Hit) -> bool:
@@ -228,13 +221,10 @@ class DirectReads:
 
         No load may be reading through it. Returns whether it was released.
         """
-        leases: list[Any] = [segment.lease for segment in hit._segments]
-        if hit._loads or not all([lease.is_released_at_once for lease in leases]):
+        if hit._loads or not all([segment.lease.release_nowait() for segment in hit._segments]):
             return False
         hit.released = True
         self.live.pop(hit, None)
-        for lease in leases:
-            lease.release_nowait()
         if hit._end is not None:
             hit._end()
         return True
@@ -263,7 +253,7 @@ class _DirectQueries:
                 [(name, breaker_tier)] = self._places
                 tier = self._allowed(0, name, breaker_tier)
                 if tier is not None:
-                    self._pin(0, name, breaker_tier, tier, keys)
+                    self._pin(0, name, breaker_tier, keys)
             return
         questions = search(len(self._places), keys)
         question = next(questions, None)
@@ -276,7 +266,7 @@ class _DirectQueries:
                 if answer is None:
                     raise _AskTheTrioThread
             else:
-                answer = 0 if tier is None else self._pin(question.rank, name, breaker_tier, tier, question.keys)
+                answer = 0 if tier is None else self._pin(question.rank, name, breaker_tier, question.keys)
             question = following(questions, answer)
 
     def _allowed(self, rank: int, name: str, breaker_tier: BreakerTier) -> DirectTier | None:
@@ -297,13 +287,13 @@ class _DirectQueries:
             raise _AskTheTrioThread
         return tier
 
-    def _pin(self, rank: int, name: str, breaker_tier: BreakerTier, tier: DirectTier, keys: Sequence[Key]) -> int:
-        lease = tier.pin_from_thread(keys)
+    def _pin(self, rank: int, name: str, breaker_tier: BreakerTier, keys: Sequence[Key]) -> int:
+        lease = breaker_tier.pin_from_thread(keys)
         if lease is None:
             raise _AskTheTrioThread
         blocks = len(lease.keys)
         if blocks:
-            self.segments.append(Segment(rank, name, breaker_tier, breaker_tier.lease_of(lease), blocks))
+            self.segments.append(Segment(rank, name, breaker_tier, lease, blocks))
         return blocks
 
     def release(self) -> None:
@@ -317,7 +307,7 @@ def _release(segments: Sequence[Segment]) -> None:
     A block that a signal keeps from being released here is released with its lease.
     """
     for segment in segments:
-        segment.lease.inner.release_from_thread()  # type: ignore[attr-defined]
+        segment.lease.release_from_thread()
 
 
 @attrs.frozen(eq=False)
@@ -362,7 +352,7 @@ class _Part:
     rank: int
     breaker_tier: BreakerTier
     tier: DirectTier
-    lease: Lease | DirectLease
+    lease: ReadLease
     permit: int
     there: Pages
 

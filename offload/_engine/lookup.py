@@ -27,12 +27,12 @@ from typing import Any, TypeAlias
 import attrs
 import trio
 
-from backends.abc import Key, ReadLease, Tier
+from backends.abc import Key, ReadLease
 from backends.base.direct import PlacedLease
 from backends.base.pages import Pages
 
 from .._errors import TierTooSlow
-from .._health import BreakerLease, BreakerTier
+from .._health import BreakerTier
 from .in_place import BlocksInPlace
 from .load_or_recompute import Advice, LeftOut
 
@@ -54,7 +54,7 @@ class Segment:
     rank: int
     """The position of the tier in the engine: 0 is the fastest."""
     name: str
-    tier: Tier
+    tier: BreakerTier
     lease: ReadLease
     blocks: int
 
@@ -138,8 +138,8 @@ class Hit:
         ``None`` if some are not. They are not verified: load the hit into the returned object. They are to be read
         only, while this hit is held.
         """
-        # The lease without its breaker. That of a wrapper is not placed: its blocks are not the bytes in the pages.
-        leases = [segment.lease.inner for segment in self._segments if isinstance(segment.lease, BreakerLease)]
+        # The lease of a wrapper is not placed: its blocks are not the bytes in the pages.
+        leases = [segment.lease.bare for segment in self._segments]
         placed = [lease for lease in leases if isinstance(lease, PlacedLease)]
         if not placed or len(placed) < len(self._segments):
             return None

@@ -40,9 +40,8 @@ from backends.abc import (
     Tier,
     TierStatistics,
 )
-from backends.base.direct import DirectLease, DirectTier
+from backends.base.direct import DirectTier
 from backends.base.forwarding import ForwardingTier
-from backends.base.pooled import Lease
 from maru.exception_groups import holds
 
 from .._config import BreakerConfig
@@ -53,7 +52,6 @@ from .runner import BreakerRunner
 
 Ts = TypeVarTuple("Ts")
 
-_LEASES: Final = (Lease, DirectLease)
 _ANSWERED, _FAULT, _SILENT = Verdict
 _DEFAULTS: Final = BreakerConfig()
 _NOTHING: Final = TierStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0)
@@ -202,7 +200,7 @@ class BreakerTier(ForwardingTier):
             Call.LOAD,
             self.time_to_load(len(lease.keys) * destination.block_bytes),
             self.inner.load,
-            lease.inner if isinstance(lease, BreakerLease) else lease,
+            lease.bare,
             attribution.observe_destination(destination),
             attribution=attribution,
         )
@@ -246,9 +244,10 @@ class BreakerTier(ForwardingTier):
         """
         return self._runner.permit_from_thread(now)
 
-    def lease_of(self, lease: ReadLease) -> BreakerLease:
-        """Return another thread's lease of :attr:`direct`, as of :meth:`pin`."""
-        return BreakerLease(self._runner, lease)
+    def pin_from_thread(self, keys: Sequence[Key]) -> ReadLease | None:
+        """Pin the longest present prefix, as :attr:`direct` does."""
+        lease = None if self.direct is None else self.direct.pin_from_thread(keys)
+        return None if lease is None else BreakerLease(self._runner, lease)
 
     def note_answered(self, permit: int, call: Call) -> None:
         """Release a permit of another thread, whose call was answered.
@@ -329,45 +328,46 @@ class BreakerLease(ReadLease):
     """A lease on blocks of a tier behind a breaker: rule 4.
 
     Attributes:
-        inner: the lease of the tier.
+        bare: the lease of the tier.
         keys: the pinned keys.
     """
 
-    __slots__ = ("_runner", "inner", "keys")
+    __slots__ = ("_bare", "_runner", "keys")
 
-    def __init__(self, runner: BreakerRunner, inner: ReadLease) -> None:
+    def __init__(self, runner: BreakerRunner, bare: ReadLease) -> None:
         self._runner = runner
-        self.inner: Any = inner
-        self.keys: Sequence[Key] = inner.keys
+        self._bare = bare
+        self.keys: Sequence[Key] = bare.keys
 
     def __repr__(self) -> str:
-        return f"<{self._runner.name}: {self.inner!r}>"
+        return f"<{self._runner.name}: {self.bare!r}>"
+
+    @property
+    def bare(self) -> ReadLease:
+        return self._bare
 
     def forget(self, positions: Sequence[int]) -> bool:
         """Drop the damaged blocks at these positions."""
-        return bool(self.inner.forget(positions))
+        return self.bare.forget(positions)
+
+    def release_nowait(self) -> bool:
+        """Release the blocks if that waits for nothing. Return whether it has."""
+        return self.bare.release_nowait()
+
+    def release_from_thread(self) -> bool:
+        """Release the blocks if any thread may. Return whether it has."""
+        return self.bare.release_from_thread()
 
     async def release(self) -> None:
         """Release the blocks. Idempotent; they are released also when cancelled."""
-        await self._release(self.inner.release)
-
-    @property
-    def is_released_at_once(self) -> bool:
-        """Whether a release waits for nothing, so that :meth:`release_nowait` may be called."""
-        return isinstance(self.inner, _LEASES)
-
-    def release_nowait(self) -> None:
-        """Release the blocks, where that waits for nothing. Idempotent."""
-        self.inner.release_nowait()
+        await self._release(self.bare.release)
 
     async def __aenter__(self) -> BreakerLease:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self.is_released_at_once:
-            self.inner.release_nowait()  # a scope and its deadline cost more than the release
-        else:
-            await self._release(self.inner.__aexit__, *exc)
+        if not self.release_nowait():  # a scope and its deadline cost more than such a release
+            await self._release(self.bare.__aexit__, *exc)
 
     async def _release(self, release: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
         """Release without a permit, whatever the tier's health.

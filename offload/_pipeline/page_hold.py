@@ -13,11 +13,10 @@ Rule 3. A tier that does not answer fails the container. That does not mean that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from backends.abc import Source, StrongBlocks, Tier
 
-from .._health.breaker_tier import BreakerLease
 from ..abc import Precondition
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class PageHold(Precondition):
         try:
             wanted = list(container.keys)
             while wanted:
-                held.append(self._taken(await self._tier.pin(wanted)))
+                held.append(self._pages.take((await self._tier.pin(wanted)).bare))
                 # A pin ends at the first missing block. For the blocks after it, the tier is asked which ones it has.
                 wanted = wanted[len(held[-1]) + 1 :]
                 if wanted:
@@ -95,9 +94,6 @@ class PageHold(Precondition):
             release()
             raise
         container.hold(release)
-
-    def _taken(self, lease: Any) -> StrongBlocks:
-        return self._pages.take(lease.inner if isinstance(lease, BreakerLease) else lease)
 
 
 def _releasing(held: list[StrongBlocks]) -> Callable[[], None]:

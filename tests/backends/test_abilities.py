@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from backends.abc import Destination, ReadLease, Reservation, Source, Tier, TransferExecutor
+from backends.abc import Destination, ReadLease, Reservation, RoomRequest, Source, Tier, TransferExecutor
 from backends.base.forwarding import ForwardingDestination, ForwardingSource, ForwardingTier
 from backends.base.slots import Storage
+from backends.testing import FakeTier
+from offload import with_breaker
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS = (Source, Destination, TransferExecutor, Reservation, ReadLease, Storage)
@@ -22,6 +24,8 @@ NOT_FORWARDED = {
     Source: {"weak", "strong"},  # made of the others, for the source in front
     Tier: {"direct"},  # a read in another thread would pass by the tier in front
     Destination: set[str](),
+    ReadLease: set[str](),
+    Reservation: set[str](),
 }
 
 
@@ -65,9 +69,23 @@ def test_no_class_assigns_a_property_of_its_contract() -> None:
 
 @pytest.mark.parametrize(
     ("front", "contract"),
-    [(ForwardingSource, Source), (ForwardingTier, Tier), (ForwardingDestination, Destination)],
+    [
+        (ForwardingSource, Source),
+        (ForwardingTier, Tier),
+        (ForwardingDestination, Destination),
+    ],
 )
 def test_a_place_in_front_forwards_every_ability(front: type, contract: type) -> None:
+    assert_forwards_all(front, contract)
+
+
+async def test_a_lease_and_room_in_front_forward_every_ability() -> None:
+    tier = with_breaker(FakeTier(), "tier")
+    assert_forwards_all(type(await tier.pin([])), ReadLease)
+    assert_forwards_all(type(await tier.reserve(RoomRequest([], tier.block_bytes, "partial"))), Reservation)
+
+
+def assert_forwards_all(front: type, contract: type) -> None:
     abilities = {name for kind in contract.__mro__[:-1] for name in vars(kind) if not name.startswith("_")}
     own = {name for kind in front.__mro__ if kind not in contract.__mro__ for name in vars(kind)}
     assert abilities - own == NOT_FORWARDED[contract]

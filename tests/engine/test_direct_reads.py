@@ -254,7 +254,7 @@ def test_a_read_of_files_that_takes_too_long_is_ended_as_any_other(
 
     with engine_of(keys, {"disk": disk}) as engine, engine.lookup(keys) as hit:
         monkeypatch.setattr(Directory, "read", slow)
-        assert not disk.load_from_thread(hit.pinned._segments[0].lease.inner, places(4)[1].views(), deadline)
+        assert not disk.load_from_thread(hit.pinned._segments[0].lease.bare, places(4)[1].views(), deadline)
         assert len(reads) == 1  # one block, and no other
 
 

@@ -397,7 +397,7 @@ class SlowToRelease(PacedTier):
 
 
 @attrs.define(eq=False)
-class _Lease:
+class _Lease(ReadLease):
     inner: ReadLease
 
     @property

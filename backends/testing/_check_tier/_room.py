@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from ..._errors import BlockSizeError, CapacityError
-from ...abc import STORED, Key, RoomRequest, WhenFull
+from ...abc import STORED, Key, Reservation, RoomRequest, WhenFull
 from ._trying import BLOCKS, PATIENCE, Case, must
 
 
@@ -18,6 +18,7 @@ async def grants_what_fits(case: Case) -> None:
     whens: tuple[WhenFull, ...] = ("partial", "fail")
     for when_full in whens:
         reservation = await case.reserve(keys, when_full)
+        must(isinstance(reservation, Reservation), "room derives from backends.abc.Reservation", reservation)
         must(list(reservation.granted) == keys[:2], "partial and fail grant the prefix that fits", reservation.granted)
         nowait = await case.reserve_now(keys, when_full)
         must(not nowait.granted, "a full place grants nothing", nowait.granted)
