@@ -335,7 +335,7 @@ def test_a_forked_child_pins_in_the_background_by_a_thread_of_its_own() -> None:
     """)
 
 
-def test_a_child_forked_while_a_context_is_made_pins_memory_of_its_own() -> None:
+def test_a_child_forked_while_a_context_is_made_calls_no_driver() -> None:
     run(f"""
         {textwrap.indent(CUDA, " " * 8).strip()}
         import threading
@@ -347,15 +347,45 @@ def test_a_child_forked_while_a_context_is_made_pins_memory_of_its_own() -> None
         thread = threading.Thread(target=pinning.Pin(memory).pin)
         thread.start()
         begun.wait()
+        calls = len(fake.calls)
         def check():
-            go_on.set()
             own = Memory.private(2 << 20)
             pin = pinning.Pin(own)
             pin.pin()
-            assert pin.is_whole, pin.why_not
+            assert "forked" in pin.why_not and len(fake.calls) == calls
         in_child(check)
         go_on.set()
         thread.join()
+    """)
+
+
+def test_a_forked_child_calls_no_driver() -> None:
+    run(f"""
+        {textwrap.indent(CUDA, " " * 8).strip()}
+        import numpy
+        from backends import BackendError
+        from backends.base.copier import Pieces, copier_of
+        from backends.base.copying import Bounce
+        from maru.base.memory.mapping import Mapping
+
+        driver = pinning.find_driver()
+        driver.attach(0)
+        memory = Memory.private(1 << 16)
+        one = [numpy.array([value], numpy.uint64) for value in (driver.allocate(1 << 16), memory.address, 4096)]
+        copier_of(0).store(Pieces(*one))
+        older = Mapping(Memory.private(1 << 16))
+        pinning._later.add(pinning.weakref.WeakMethod(older.pin_soon))
+        calls = len(fake.calls)
+        def check():
+            Bounce().portion(2, 4096)
+            try:
+                copier_of(0).store(Pieces(*one))
+                raise SystemExit("copied")
+            except BackendError:
+                pass
+            pinning.background.wait_prepared()
+            assert len(fake.calls) == calls, fake.calls[calls:]
+        in_child(check)
     """)
 
 

@@ -1,5 +1,6 @@
 """Pinned memory: all of it or none, never left pinned behind an error, and nothing of it in a forked child."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -13,7 +14,7 @@ import pytest
 from maru import CannotMap
 from maru.base.memory import pinning
 from maru.base.memory.cuda import NoDriver, find_driver
-from maru.base.memory.mapping import map_region
+from maru.base.memory.mapping import Mapping, map_region
 from maru.base.memory.memory import PAGE_BYTES, Memory
 from maru.base.memory.pinning import Pin, spans
 from maru.fake_cuda import FakeCuda, use
@@ -154,6 +155,98 @@ def test_whichever_call_fails_nothing_stays_pinned(process):
             assert not fake.registered
         assert not fake.wrong
     assert refusals > 6
+
+
+def is_mapped(address):
+    spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in spans)
+
+
+def test_one_refused_call_leaves_nothing_pinned_that_is_unmapped(process):
+    refused = 0
+    for number in range(20):
+        fake = FakeCuda()
+        with use(fake):
+            memory = Memory.private(2 * MIB)
+            Pin(memory).pin()
+            fake.fail(len(fake.calls) + number)
+            address, calls = memory.address, len(fake.calls)
+            del memory
+            assert not fake.registered and not is_mapped(address)
+            refused += len(fake.calls) - calls > number
+    assert 4 < refused < 20
+
+
+def test_memory_that_the_driver_does_not_unpin_stays_mapped(fake, monkeypatch, caplog):
+    memory = Memory.private(2 * MIB)
+    Pin(memory).pin()
+    address = memory.address
+    monkeypatch.setattr(fake, "_refuse", lambda name: 2 if name == "cuMemHostUnregister" else 0)
+    del memory
+    assert is_mapped(address) and fake.registered and "stays mapped" in caplog.text
+    fake.registered.clear()
+
+
+def test_two_first_copies_pin_a_memory_once(fake):
+    mapping = Mapping(Memory.private(4 * MIB))
+    pinning.when_used(mapping.pin_soon)
+    both = threading.Barrier(2)
+
+    def first_copy():
+        sys.settrace(lambda frame, event, arg: step if frame.f_code is pinning.use_device.__code__ else None)
+        pinning.use_device()
+
+    def step(frame, event, arg):
+        if event == "line" and not both.broken:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # each line is reached by both threads, if both reach it
+        return step
+
+    threads = [threading.Thread(target=first_copy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pinning.background.wait_prepared()
+    assert mapping.pinned and fake.calls.count("cuMemHostRegister_v2") == 1
+    with pytest.raises(RuntimeError, match="pinned already"):
+        Pin(mapping.owner)
+    mapping.close()
+    assert not fake.registered
+
+
+def test_an_error_of_one_memory_leaves_the_others_pinned(fake, monkeypatch):
+    mappings = [Mapping(Memory.private(2 * MIB)) for _ in range(4)]
+    for mapping in mappings:
+        pinning.when_used(mapping.pin_soon)
+    broken, pin_soon = [], Pin.pin_soon
+
+    def fail_once(self):
+        if not broken:
+            broken.append(self)
+            raise KeyError("bug")
+        pin_soon(self)
+
+    monkeypatch.setattr(Pin, "pin_soon", fail_once)
+    pinning.use_device()
+    pinning.background.wait_prepared()
+    assert sum(mapping.pinned for mapping in mappings) == 3
+    broken.clear()
+
+
+def test_a_mapping_closed_while_it_is_pinned_raises_nothing(fake, monkeypatch):
+    mapping = Mapping(Memory.private(2 * MIB))
+    monkeypatch.setattr(Pin, "__init__", closing(mapping, Pin.__init__))
+    mapping.pin_soon()
+    assert mapping.closed and not fake.wrong
+
+
+def closing(mapping, make):
+    def close_first(self, memory):
+        mapping.close()
+        make(self, memory)
+
+    return close_first
 
 
 def test_a_refused_chunk_unpins_those_before_it(fake):

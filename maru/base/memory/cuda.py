@@ -12,6 +12,8 @@ Rule 3. Every failure is a :exc:`CudaError`. A sticky one has ended the context:
         device succeeds.
 Rule 4. The driver keeps no error for a later call, in contrast to the runtime (``cudaGetLastError``): a refused
         registration is never reported by a kernel of the engine.
+Rule 5. A forked child makes no call of its parent's driver: it would fail, or wait for a lock that a thread of the parent
+        held. Every call raises :exc:`NoDriver` there.
 """
 
 from __future__ import annotations
@@ -200,6 +202,13 @@ def find_driver() -> Driver:
     return Driver(open_library())
 
 
+class _Calls(dict[str, Any]):
+    """Functions by name; none in a forked child."""
+
+    def __missing__(self, name: str) -> Any:
+        raise NoDriver("CUDA cannot be used in a process that was forked off one that uses it")
+
+
 class Driver:
     """The functions of one loaded driver, for any attached thread.
 
@@ -213,10 +222,11 @@ class Driver:
     """
 
     def __init__(self, library: Any) -> None:
-        self._calls = {name: _typed(library, name) for name in PROTOTYPES if name != BATCH_CALL}
+        self._calls = _Calls({name: _typed(library, name) for name in PROTOTYPES if name != BATCH_CALL})
         self._contexts: dict[int, int] = {}
-        self._renew_lock()
-        watch_forks(self, Driver._renew_lock)
+        self._lock = threading.RLock()
+        """Lock of the contexts; reentrant, since a finalizer may run in a thread that holds it."""
+        watch_forks(self, Driver._after_fork)
         try:
             self._call("cuInit", 0)
             self.devices: int = self._get("cuDeviceGetCount", c_int())
@@ -231,13 +241,15 @@ class Driver:
     def __repr__(self) -> str:
         return f"<Driver of CUDA {self.version}, {self.devices} devices>"
 
-    def _renew_lock(self) -> None:
-        """Make the lock of the contexts; again in a forked child.
+    def _after_fork(self) -> None:
+        """Refuse every call in a forked child: rule 5.
 
-        There a thread that does not exist may hold it, since making a context takes a second. It is reentrant: a
-        finalizer may run in a thread that holds it.
+        The lock is a new one: a thread that is not there may hold it, since making a context takes a second.
         """
         self._lock = threading.RLock()
+        self._calls.clear()
+        self._contexts.clear()
+        self._batch = None
 
     @property
     def copy_call(self) -> str:

@@ -60,8 +60,9 @@ class Mapping:
 
     def pin_soon(self) -> None:
         """Pin the region for CUDA, a large one in the background."""
-        if self._memory is not None:
-            self._pin = Pin(self._memory)
+        memory = self._memory  # once: another thread may close the mapping
+        if memory is not None and self._pin is None:
+            self._pin = Pin(memory)
             self._pin.pin_soon()
 
     @property

@@ -72,7 +72,7 @@ class Memory:
     """
 
     _kept = -1
-    _unpin: Callable[[], object] | None = None
+    _unpin: Callable[[], bool] | None = None
     _is_private = _is_hidden = False
     length: int = 0  # nothing to unmap yet
 
@@ -174,11 +174,16 @@ class Memory:
             )
         return True
 
-    def before_unmap(self, call: Callable[[], object]) -> None:
+    def before_unmap(self, call: Callable[[], bool]) -> None:
         """Register a call to make right before the memory is unmapped.
 
-        It is made in this process, not in a forked child.
+        It is made in this process, not in a forked child. After false the memory stays mapped for ever.
+
+        Raises:
+            RuntimeError: there is one already.
         """
+        if self._unpin is not None:
+            raise RuntimeError("this memory is pinned already")
         self._unpin = call
 
     def hide(self, start: int, stop: int) -> None:
@@ -202,8 +207,8 @@ class Memory:
         if not self.length or is_finalizing():
             return
         is_owner = os.getpid() == self._pid
-        if self._unpin is not None and is_owner:
-            self._unpin()
+        if self._unpin is not None and is_owner and not self._unpin():
+            return  # a device may still use it
         if is_owner or not self._is_hidden:  # in a child without the memory, these addresses may be another mapping
             _munmap(self.address, self.length)
         if self._kept >= 0:

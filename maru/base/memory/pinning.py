@@ -60,6 +60,11 @@ Changed and copied by single operations, so that no lock is needed.
 """
 
 
+_UNREGISTERED: Final = frozenset({0, 3, 4, 713})
+"""Codes of a refused call after which nothing is registered.
+
+No driver, or not in this process; it has ended; the memory is not registered.
+"""
 _later: Final[set[weakref.WeakMethod[Callable[[], None]]]] = set()
 """Methods that pin memory once a device is used."""
 
@@ -121,18 +126,16 @@ def use_device() -> None:
 
     Called before each copy; the background thread pins.
     """
-    if _later:
-        waiting = list(_later)
-        _later.difference_update(waiting)
-        with contextlib.suppress(OSError):  # no thread: copies pass through a buffer
-            background.in_background(partial(_pin_next, waiting))
+    while _later:
+        with contextlib.suppress(KeyError, OSError):  # another thread has it; no thread: copies pass through a buffer
+            background.in_background(partial(_pin, _later.pop()))
 
 
-def _pin_next(waiting: list[weakref.WeakMethod[Callable[[], None]]]) -> bool:
-    pin = waiting.pop()()
+def _pin(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
+    pin = method()
     if pin is not None:
         pin()
-    return bool(waiting)
+    return False
 
 
 def why_no_driver() -> str:
@@ -224,8 +227,8 @@ class Pin:
             _register(start, stop, read_only=self._read_only)
         except CudaError as error:
             self._starts.pop()
-            self._unpin()
-            memory.show()
+            if self._unpin():
+                memory.show()
             self.why_not = _reason(error, self.nbytes)
             _log.warning("memory of %d bytes is not pinned: %s", self.nbytes, self.why_not)
             return False
@@ -236,10 +239,11 @@ class Pin:
         _process.version = object()
         return False
 
-    def _unpin(self) -> None:
+    def _unpin(self) -> bool:
+        """Unpin the memory. Return whether it may be unmapped."""
         self.pinned_bytes = 0
-        while self._starts:
-            _unregister(self._starts.pop())
+        self._starts = [start for start in reversed(self._starts) if not _unregister(start)]
+        return not self._starts
 
 
 def _register(start: int, stop: int, *, read_only: bool) -> None:
@@ -255,15 +259,25 @@ def _register(start: int, stop: int, *, read_only: bool) -> None:
         raise
 
 
-def _unregister(start: int) -> None:
+def _unregister(start: int) -> bool:
+    """Undo a registration. Return whether there is none any more.
+
+    If there is one, the driver would copy new memory at these addresses from and to the old pages.
+    """
     _spans.pop(start, None)
     _process.version = object()
-    try:
-        driver = find_driver()
-        with driver.attached(_device(driver)):
-            driver.unregister(start)
-    except CudaError as error:  # not pinned after all, or the context is lost, or the process ends
-        _log.debug("not unpinned: %s", error)
+    for _ in range(2):  # a refusal may be the error of earlier work
+        try:
+            driver = find_driver()
+            with driver.attached(_device(driver)):
+                driver.unregister(start)
+            return True
+        except CudaError as error:
+            if error.sticky or error.code in _UNREGISTERED:
+                return True
+            refusal = error
+    _log.warning("memory at %#x stays mapped, since the driver does not unpin it: %s", start, refusal)
+    return False
 
 
 def _device(driver: Driver) -> int:
