@@ -234,7 +234,7 @@ class Loading:
             if len(answers) != blocks:
                 raise RuntimeError(f"{tier!r} answered {len(answers)} outcomes for {blocks} blocks")
             if answers.count(LOADED) < blocks:
-                _raise_unproven(answers)
+                raise_unproven(answers)
         except Exception as error:
             if holds(error, Unproven):  # a copy may still write to these addresses, so nothing else may be loaded there
                 raise
@@ -322,7 +322,7 @@ class Loading:
         return outcomes, origins
 
 
-def _raise_unproven(answers: Sequence[Outcome]) -> None:
+def raise_unproven(answers: Sequence[Outcome]) -> None:
     """Raise Unproven if a block's copy may still be going on.
 
     A tier may report that in the outcome of a single block.

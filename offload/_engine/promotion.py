@@ -38,6 +38,7 @@ from .._pipeline.opening import open_pipeline
 from .._pipeline.pipeline import Pipeline
 from .._pipeline.priority import LoadPriority
 from .factories import presence_filter
+from .loading import raise_unproven
 from .lookup import Place
 from .statistics import Counts, count
 from .tenants import TenantTags, nothing
@@ -311,6 +312,7 @@ class _ReadFromSlowerTier:
             arrivals = StagingBuffer(len(lease.keys), staging.block_bytes)
             with leave_after(self.route_up.pipeline.config.drain_timeout), kept_if_unproven(arrivals):
                 outcomes = await self.tier.load(lease, arrivals)
+                raise_unproven(outcomes)
             for at, (key, outcome) in enumerate(zip(lease.keys, outcomes, strict=True)):
                 if outcome == LOADED:
                     staging.put(key, arrivals[at])

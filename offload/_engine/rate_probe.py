@@ -23,6 +23,7 @@ from backends.base.slots import PagesDestination
 from backends.base.threads import kept_if_unproven, leave_after
 
 from .load_choice import LoadChoice
+from .loading import raise_unproven
 from .lookup import Place
 from .rates import SETTLED
 from .tenants import TenantTags, nothing
@@ -121,6 +122,7 @@ class RateProbe:
             async with await tier.pin(keys) as lease:
                 n = len(lease.keys)
                 outcomes = await tier.load(lease, PagesDestination(memory.part(0, n)))
+                raise_unproven(outcomes)
         if n < len(keys) or outcomes.count(LOADED) < n:
             return False
         self.choice.note_loaded(name, n, trio.current_time() - began)

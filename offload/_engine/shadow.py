@@ -38,7 +38,7 @@ from maru.exception_groups import holds
 from .._health.faults import describe
 from ..abc import EngineInstrument, Mismatch, Recompute
 from .history import History
-from .loading import Loading
+from .loading import Loading, raise_unproven
 from .lookup import Place, Segment
 from .sampling import Sampler
 from .statistics import Counts, ShadowStatistics, count
@@ -285,6 +285,8 @@ class ShadowCheck:
         try:
             found = await run_in_thread_to_the_end(destination.plane_samples, positions)
         except Exception as error:
+            if holds(error, Unproven):
+                raise
             self._note_inconclusive("planes not read", len(positions), error)
             return
         for at, samples in zip(positions, found, strict=True):
@@ -307,6 +309,8 @@ class ShadowCheck:
             pairs = zip(positions, told, strict=True)
             return {at: samples for at, samples in pairs if samples is not None}
         except Exception as error:
+            if holds(error, Unproven):
+                raise
             self._note_inconclusive("not recomputed", len(positions), error)
             return {}
 
@@ -333,7 +337,8 @@ class ShadowCheck:
             with leave_after(LONGEST_CHECK), kept_if_unproven(memory):
                 async with await tier.pin([keys[at] for at in positions]) as lease:
                     outcomes = await tier.load(lease, PagesDestination(memory.part(0, len(lease.keys))))
-        except Exception as error:
+                    raise_unproven(outcomes)
+        except Exception as error:  # without a proven end, too: it is not the caller's memory
             self._note_inconclusive("not read again", len(positions), error)
             return
         again = [row for row, outcome in enumerate(outcomes) if outcome == LOADED]
@@ -455,6 +460,8 @@ def _compare_in_thread(destination: Destination, positions: Sequence[int], pages
         with kept_if_unproven(here):
             destination.copy_out(positions, here)
     except Exception as error:
+        if holds(error, Unproven):
+            raise
         if len(positions) == 1:
             _log.warning("a destination could not be read back: %s", describe(error))
             return ["destination not read"]

@@ -15,7 +15,9 @@ import pytest
 import torch
 import trio
 
+from backends import Unproven
 from backends.abc import Destination, Key
+from backends.base.forwarding import ForwardingDestination
 from backends.base.pages import Pages
 from backends.base.slots import PagesDestination
 from backends.device import DeviceTier
@@ -354,6 +356,43 @@ async def test_a_recomputation_that_fails_says_nothing_about_a_block() -> None:
         keys = await world.store(engine, 1)
         assert (await world.load(engine, keys)).loaded == 4
         assert engine.statistics().shadow.inconclusive == {"not recomputed": 4}
+
+
+class NotReadToTheEnd(ForwardingDestination):
+    """A destination on a device, whose copies to host memory have no proven end."""
+
+    def __init__(self, inner: Destination, names: Sequence[str]) -> None:
+        super().__init__(inner)
+        self.names = names
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        return self.names
+
+    def views(self) -> Pages | None:
+        return None
+
+    def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
+        raise Unproven("the device does not answer")
+
+    def plane_samples(self, positions: Sequence[int]) -> Sequence[array[float] | None]:
+        raise Unproven("the device does not answer")
+
+
+@pytest.mark.parametrize("how", ["planes", "bytes", "recomputed"])
+async def test_a_comparison_without_a_proven_end_is_no_load(how: str) -> None:
+    def unproven(*args: object) -> Sequence[array[float] | None]:
+        raise Unproven("the device does not answer")
+
+    world = World(every=1, recompute=unproven if how == "recomputed" else None)
+    async with world.open() as engine:
+        keys = await world.store(engine, 1)
+        destination: Destination = world.cache.tier.into(list(range(len(keys))))
+        if how != "recomputed":
+            destination = NotReadToTheEnd(destination, destination.plane_names if how == "planes" else ())
+        async with await engine.lookup(keys) as hit:
+            with pytest.raises(Unproven):
+                await engine.load(hit, destination)
 
 
 async def test_a_destination_without_planes_is_compared_by_its_bytes() -> None:
