@@ -30,6 +30,7 @@ from maru.eviction import EvictionPolicy
 
 from ._errors import RepeatedPlaces
 from .abc import Canary, Destination, ExternalBlocks, Key
+from .base._unproven import kept_if_unproven
 from .base.block_layout import Layout, Plane, TensorMemory, check_disjoint, layout_of, memory_of
 from .base.copier import BlockPieces, Pieces, copier_of
 from .base.pages import Pages
@@ -238,16 +239,18 @@ class DeviceBlocks:
 
         See :meth:`backends.base.copier.Copier.store` for errors.
         """
-        for some, part in self._portions(slots, pages):
-            copier_of(self._device).store(self._pieces.of(some, part))
+        with kept_if_unproven((self, pages)):
+            for some, part in self._portions(slots, pages):
+                copier_of(self._device).store(self._pieces.of(some, part))
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
         """Copy pages to blocks, and wait for the end.
 
         See :meth:`backends.base.copier.Copier.load` for errors.
         """
-        for some, part in self._portions(slots, pages):
-            copier_of(self._device).load(self._pieces.of(some, part))
+        with kept_if_unproven((self, pages)):
+            for some, part in self._portions(slots, pages):
+                copier_of(self._device).load(self._pieces.of(some, part))
 
     def _portions(self, slots: Sequence[int], pages: Pages) -> Iterator[tuple[Sequence[int], Pages]]:
         for start in range(0, len(slots), self._at_once):

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -336,6 +337,51 @@ def test_however_many_signals_come_a_copy_ends_before_they_are_raised(press, way
             copy(block)
         assert gate.is_set() and not there.fake.streams[stream].queue
         pressing.join()
+
+
+def second_signal_raised(nth):
+    """Interrupt a copy that waits, and then once more where the nth function begins. Return whether there were as many."""
+    with device() as there:
+        block, calls = there.pieces.of([0], there.pages.part(0, 1)), []
+        there.copier.store(block)
+        [stream], gate = there.fake.streams, threading.Event()
+        there.fake.kernel(stream, lambda: None, gate)
+
+        def trace(frame, event, arg):
+            if pressed.is_set():
+                calls.append(frame.f_code.co_name)
+                if len(calls) == nth:
+                    signal.raise_signal(signal.SIGUSR1)
+
+        pressed, going_on = threading.Event(), []
+
+        def act():
+            while len(there.fake.streams[stream].queue) < 3:  # its copy and its end
+                time.sleep(0.001)
+            pressed.set()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+            there.fake.open_gate(gate)
+
+        pressing = from_another_thread(act)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            there.copier.store(block)
+        except Pressed:
+            sys.settrace(before)
+            going_on += there.fake.streams[stream].queue
+        finally:
+            sys.settrace(before)
+        pressing.join()
+        assert not going_on, f"the copy goes on behind a second signal in {calls[nth - 1]}"
+        there.copier.load(block)  # nor does it wait for a lock
+        return len(calls) >= nth
+
+
+def test_a_second_signal_at_the_start_of_any_function_waits_for_the_copy(press):
+    reached = list(itertools.takewhile(second_signal_raised, range(1, 50)))
+    assert len(reached) > 3
 
 
 def test_a_copy_that_has_not_begun_is_withdrawn_by_a_signal(press):

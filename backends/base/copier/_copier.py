@@ -14,7 +14,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -59,11 +58,35 @@ class DeviceLost(BackendError):
     """
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Job:
+    """Copies that a thread makes while their caller waits.
+
+    A signal may raise anywhere in the caller. So each step may be repeated, and no exception leaves a lock held.
+    """
+
     pieces: Pieces
     after: Sequence[Event]
-    over: Future[None] = attrs.Factory(lambda: Future[None]())
+    error: BaseException | None = None
+    is_over: bool = False
+    _by: dict[None, str] = attrs.field(factory=dict, init=False)
+    _end: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._end.acquire()
+
+    def claim(self, by: str) -> bool:
+        """Claim the job, to do or to withdraw it. Return whether it is the claimant's; idempotent."""
+        return self._by.setdefault(None, by) == by
+
+    def wait(self) -> None:
+        """Wait until :meth:`end` was called. For one thread."""
+        self._end.acquire()
+
+    def end(self) -> None:
+        """Record that nothing is under way."""
+        self.is_over = True
+        self._end.release()
 
 
 class Copier:
@@ -108,10 +131,17 @@ class Copier:
             raise BackendError("CUDA cannot be used in a process that was forked off one that uses it")
         job = _Job(pieces, after)
         try:
-            way.begin(job)
-            job.over.result()
+            try:
+                way.begin(job)
+                job.wait()
+            finally:
+                try:
+                    _end(job)  # also when a signal raises here: the memory is the caller's only once this is over
+                finally:
+                    _end(job)  # again: a second signal may raise where the first call begins
+            if job.error is not None:
+                raise job.error
         finally:
-            _end(job.over)  # also when a signal raises here: the memory is the caller's only once this is over
             del job  # its error has this frame, and would keep the caller's memory until a garbage collection
 
     def close(self) -> None:
@@ -123,14 +153,14 @@ class Copier:
             way.close()
 
 
-def _end(over: Future[None]) -> None:
+def _end(job: _Job) -> None:
     """Withdraw a job, or wait for its end if it has begun.
 
     It waits however many signals raise meanwhile.
     """
-    while not (over.done() or over.cancel()):
+    while not (job.claim("caller") or job.is_over):
         with suppress(BaseException):
-            wait([over])
+            job.wait()
 
 
 class _Way:
@@ -177,7 +207,7 @@ class _Way:
         with ExitStack() as held:
             lane: _Lane | None = None
             while (job := jobs.get()) is not None:
-                if job.over.set_running_or_notify_cancel():
+                if job.claim("thread"):
                     lane = self._make(job, lane, held)
                 del job  # a thread that waits holds nobody's memory
 
@@ -193,9 +223,8 @@ class _Way:
             if isinstance(error, Unproven) or (isinstance(error, CudaError) and error.sticky):
                 self._lost = error
                 held.pop_all()  # never given back: the device may still use it
-            job.over.set_exception(error)
-        else:
-            job.over.set_result(None)
+            job.error = error
+        job.end()
         del job  # the error has this frame
         return lane
 
