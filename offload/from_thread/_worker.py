@@ -422,7 +422,11 @@ class EngineWorker(ThreadBoundary):
             call.request_cancel()
             if not (call.begun and call.to_the_end):
                 raise
-            ended = self._has_ended(call)
+            try:
+                ended = self._has_ended(call)
+            except BaseException as second:
+                second.add_note(_UNPROVEN)
+                raise
             if not isinstance(interruption, WaitTimeout):
                 if not ended:
                     interruption.add_note(_UNPROVEN)
@@ -437,12 +441,16 @@ class EngineWorker(ThreadBoundary):
     def _has_ended(self, call: CallFuture[Any]) -> bool:
         """Wait a bounded time for the end of a cancelled call.
 
-        Returns whether it has ended.
+        Returns whether it has ended. It waits however often a signal raises KeyboardInterrupt or SystemExit meanwhile.
         """
-        try:
-            call._wait(LEAVE_TIMEOUT)
-        except WaitTimeout:
-            return False
+        deadline = time.monotonic() + LEAVE_TIMEOUT
+        while not call.done():
+            try:
+                call._wait(max(0.0, deadline - time.monotonic()))
+            except WaitTimeout:
+                return False
+            except (KeyboardInterrupt, SystemExit):  # the first one is raised at the end
+                continue
         return True
 
     def _start_call(self, call: CallFuture[Any]) -> None:

@@ -511,7 +511,8 @@ def test_a_hit_is_of_one_engine() -> None:
             another.load(hit, places(8)[1])
 
 
-def test_an_interrupted_load_has_come_to_its_end() -> None:
+@pytest.mark.parametrize("presses", [1, 4])
+def test_an_interrupted_load_has_come_to_its_end(presses: int) -> None:
     host, disk, keys = slow_to_load(8)
     main = threading.main_thread().ident
     assert main is not None
@@ -524,13 +525,19 @@ def test_an_interrupted_load_has_come_to_its_end() -> None:
             def interrupt() -> None:
                 while not engine._worker._pending_calls:
                     pass
+                [call] = engine._worker._pending_calls
                 signal.pthread_kill(main, signal.SIGINT)
                 given_up(engine)
+                for _ in range(presses - 1):
+                    while not call._callbacks:  # until the main thread waits
+                        pass
+                    signal.pthread_kill(main, signal.SIGINT)
                 engine._worker.mailbox.call(gate.set)
 
-            pool.submit(interrupt)
+            interrupted = pool.submit(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.load(hit, destination)
+            interrupted.result()
             assert gate.is_set()
         before = [bytes(buffer) for buffer in buffers]
         at_rest(engine, host, disk)
