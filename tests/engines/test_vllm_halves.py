@@ -21,6 +21,7 @@ import pytest
 import torch
 import trio
 
+from backends import Unproven
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, PacedTier
 from offload import NO_WAIT, BatchConfig, DrainUnproven, EngineConfig, LoadOrRecompute, PipelineConfig, from_thread
@@ -597,6 +598,27 @@ def test_the_cache_does_not_go_to_sleep_under_a_store_without_a_proven_end(monke
         vllm.worker.engine.call(gate.set)
 
 
+def test_a_store_stays_in_the_list_until_its_unproven_end_is_known():
+    unproven = []
+
+    class Stores(dict):
+        def pop(self, *args):
+            unproven.append(vllm.worker._unproven)
+            return super().pop(*args)
+
+    tier = FakeTier(64, SIZE)
+    tier.faults.error = Unproven("the device does not answer")
+    with instance(tier) as vllm:
+        vllm.worker._stores = Stores()
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 256, blocks_from(0))
+        assert eventually(lambda: unproven)
+        assert isinstance(unproven[-1], DrainUnproven)
+        with pytest.raises(DrainUnproven):
+            vllm.worker.leave_cache()
+
+
 class Hanging(threading.Event):
     """The end of a load in an engine whose thread hangs, with a clock of its own that a wait advances."""
 
@@ -614,8 +636,9 @@ def test_loads_that_do_not_end_keep_the_cache_awake_no_longer_than_one(monkeypat
         monkeypatch.setattr(_worker, "time", SimpleNamespace(monotonic=lambda: Hanging.now))
         plan = LoadPlan("p", (), ())
         vllm.worker._loads = {name: _worker._Load(plan, over=Hanging()) for name in ("a", "b", "c")}
-        with pytest.raises(DrainUnproven):
-            vllm.worker.leave_cache()
+        for _ in range(3):  # as the connector's guard does
+            with pytest.raises(DrainUnproven):
+                vllm.worker.leave_cache()
         vllm.worker._loads = {}
         assert Hanging.now == _worker.LONGEST_END
 

@@ -170,11 +170,12 @@ class WorkerHalf:
         stores, loads = list(self._stores.values()), [one for one in self._loads.values() if not one.over.is_set()]
         for load in loads:
             self._request_end(load)
-        self._end_stores(stores)
-        deadline = time.monotonic() + LONGEST_END  # one for all: an engine that hangs ends none
-        for load in loads:
-            if not load.over.wait(max(0.0, deadline - time.monotonic())):
-                self._unproven = WaitTimeout(f"{load.future!r} does not end")
+        if self._unproven is None:  # else it fails anyway, and the guard calls this again
+            self._end_stores(stores)
+            deadline = time.monotonic() + LONGEST_END  # one for all: an engine that hangs ends none
+            for load in loads:
+                if not load.over.wait(max(0.0, deadline - time.monotonic())):
+                    self._unproven = WaitTimeout(f"{load.future!r} does not end")
         self.counts.add("stores cancelled, since the cache goes to sleep", len(stores))
         self.counts.add("loads cancelled, since the cache goes to sleep", len(loads))
         if self._unproven is not None:
@@ -415,13 +416,13 @@ class WorkerHalf:
 
         In the engine's thread, or in the caller's if it was over at once.
         """
+        result, pages = future.result(0), self._source.pages_per_chunk
+        if isinstance(result.error, DrainUnproven):
+            self._unproven = result.error  # first: `leave_cache` looks for running stores, and then for this
         try:
             self._forget(chunks)
         finally:
             self._stores.pop(future, None)
-        result, pages = future.result(0), self._source.pages_per_chunk
-        if isinstance(result.error, DrainUnproven):
-            self._unproven = result.error
         self.counts.add("chunks stored", len(result.completed) // pages)
         if future.dropped:
             self._dropped(len(chunks) // pages)
