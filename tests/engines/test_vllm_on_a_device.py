@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -498,6 +500,64 @@ def loads_behind_what_is_queued(choose: Any) -> None:
 @pytest.mark.parametrize("run", [stores_what_was_computed, loads_behind_what_is_queued])
 def test_in_every_order_of_streams_a_job_comes_behind_what_was_started_before_and_is_over_at_its_end(run: Any) -> None:
     assert every_order(run, DEPTH) > 100
+
+
+# --- the end ------------------------------------------------------------------------------------------------------------
+
+
+def signal_raised(wait: Any, nth: int) -> bool:
+    """Raise in the nth function that begins while vLLM waits for a job. Return whether there were as many."""
+    with worker() as one:
+        there, gate, calls = one.there, threading.Event(), 0
+        there.fake.kernel(there.compute, lambda: None, gate)
+        one.copies.store(7, [3, 4], [2, 0], [0, 0], [2])  # behind that pass
+        opening = threading.Timer(0.05, there.fake.open_gate, [gate])
+        opening.start()
+
+        def trace(frame: Any, event: str, arg: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == nth:
+                raise SystemExit  # as vLLM's handler of SIGTERM does
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            wait(one.copies)
+            sys.settrace(before)
+        except SystemExit:
+            sys.settrace(before)
+        opening.join()
+        one.copies.close()
+        assert not one.copies._stores._thread.is_alive()
+        return calls >= nth
+
+
+@pytest.mark.parametrize("wait", [lambda one: one.finished(idle=True), lambda one: one.wait([7])])
+def test_a_signal_wherever_vllm_waits_for_a_job_leaves_it_to_end(wait: Any) -> None:
+    assert len(list(itertools.takewhile(partial(signal_raised, wait), range(1, 50)))) > 0
+
+
+def test_the_end_of_a_worker_is_bounded_by_no_device(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("offload.engines.vllm._copies.LONGEST_END", 0.05)
+    with worker() as one:
+        gate = threading.Event()
+        one.there.fake.kernel(one.there.compute, lambda: None, gate)
+        waits = one.there.fake.calls.count("cuStreamWaitEvent")
+        one.copies.store(7, [3, 4], [2, 0], [0, 0], [2])
+        one.copies.load(8, [3, 4], [2, 0], [0, 0], [2], {})
+        assert eventually(lambda: one.there.fake.calls.count("cuStreamWaitEvent") == waits + 2)
+        one.copies.close()
+        assert "has not ended within 0.05 s" in caplog.text
+        one.there.fake.open_gate(gate)
+        assert one.copies._stores.join(10) and one.copies._loads.join(10)
+
+
+def test_a_job_that_raises_anywhere_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker() as one:
+        monkeypatch.setattr(one.copies, "_copy_all", None)
+        monkeypatch.setattr(one.arena, "mark_unwritten", None)
+        assert isinstance(one.store([3, 4], [2, 0], [2]).error, TypeError)
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------

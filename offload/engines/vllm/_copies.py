@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
 import attrs
@@ -28,6 +30,7 @@ from backends import Unproven
 from backends.base.copier import Event
 from backends.base.pages import Pages
 from backends.base.threads import kept_if_unproven
+from maru.base.threads import start_thread
 from maru.exception_groups import holds
 
 from ._arena import Arena
@@ -46,6 +49,9 @@ IDLE_WAIT: Final = 0.005
 
 Otherwise vLLM would return at once and keep the interpreter from the copying threads.
 """
+
+LONGEST_END: Final = 10.0
+"""Seconds that the end of a worker waits for running copies."""
 
 Columns = Sequence[tuple[ChunkSource, list[list[int | None]], list[int]]]
 """Chunks of each group of KV caches, their blocks and places.
@@ -75,6 +81,55 @@ class Copied:
     seconds: float
 
 
+@attrs.define(eq=False)
+class _Job:
+    """A copy to make, and its result once it has ended."""
+
+    job_id: int
+    make: Callable[[], Copied]
+    copied: Copied | None = None
+
+
+class _CopyThread:
+    """A thread that makes jobs in order.
+
+    vLLM ends by signals, whose handlers raise in its thread, which waits here for a job. So it waits in queues, which
+    are C, and no exception leaves a lock held. The thread is a daemon: a copy that never ends, since the device does not,
+    keeps no process from ending.
+    """
+
+    def __init__(self, name: str, wakes: SimpleQueue[None]) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._wakes = wakes
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        start_thread(self._thread)
+
+    def begin(self, job: _Job) -> None:
+        """Make this job after the earlier ones."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Withdraw the jobs that have not begun."""
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
+        self._jobs.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the running job. Return whether it has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.copied = job.make()
+            except BaseException as error:  # vLLM would wait for it for ever
+                job.copied = Copied(job.job_id, error, 0, 0.0)
+            self._wakes.put(None)
+            del job  # a thread that waits holds nobody's memory
+
+
 class RowCopies:
     """The copies of one worker: a thread for loads, one for stores.
 
@@ -91,13 +146,10 @@ class RowCopies:
         self, arena: Arena, offset: int, groups: Sequence[ChunkSource], computed: Callable[[], Sequence[Any]]
     ) -> None:
         self._arena, self._offset, self._groups, self._computed = arena, offset, groups, computed
-        self._stores = ThreadPoolExecutor(1, "offload-store")
-        self._loads = ThreadPoolExecutor(1, "offload-load")
-        for thread in (self._stores, self._loads):
-            # Started here: a job that finds no thread raises, and is done all the same by the thread that a later one
-            # finds. By then its rows and blocks belong to others.
-            thread.submit(bool)
-        self._jobs: dict[int, Future[Copied]] = {}
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # one for each job that has ended
+        self._stores = _CopyThread("offload store", self._wakes)
+        self._loads = _CopyThread("offload load", self._wakes)
+        self._jobs: dict[int, _Job] = {}
         self._stored_rows: dict[int, Sequence[int]] = {}  # of each store, until it has ended
         self.ended: list[Copied] = []
         """Jobs that have ended, and that :meth:`finished` has not returned yet."""
@@ -172,30 +224,42 @@ class RowCopies:
 
         If the step is ``idle``, it waits a little for the first one.
         """
-        if idle and self._jobs and not self.ended and not any(job.done() for job in self._jobs.values()):
-            wait(self._jobs.values(), IDLE_WAIT, return_when="FIRST_COMPLETED")
+        if idle and self._jobs and not self.ended and not any(job.copied for job in self._jobs.values()):
+            with suppress(Empty):
+                self._wakes.get(timeout=IDLE_WAIT)
         # One by one, so that an error in between loses none: vLLM would wait for it for ever.
-        for job_id in [*self._jobs]:
-            if self._jobs[job_id].done():
-                self.ended.append(self._jobs[job_id].result())
+        for job_id, job in [*self._jobs.items()]:
+            if job.copied is not None:
+                self.ended.append(job.copied)
                 del self._jobs[job_id]
                 self._stored_rows.pop(job_id, None)
+                with suppress(Empty):
+                    self._wakes.get_nowait()
         ended, self.ended = self.ended, []
         return ended
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Wait until these jobs have ended; :meth:`finished` returns them later."""
-        wait([self._jobs[job_id] for job_id in job_ids if job_id in self._jobs])
+        for job in [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]:
+            while job.copied is None:
+                self._wakes.get()
 
     def close(self) -> None:
-        """Cancel the queued copies, and wait for the running ones."""
-        self._stores.shutdown(cancel_futures=True)
-        self._loads.shutdown(cancel_futures=True)
+        """Withdraw the queued copies, and wait for the running ones.
+
+        It waits for :data:`LONGEST_END` at most. The thread of a copy that takes longer keeps its memory.
+        """
+        threads, deadline = (self._stores, self._loads), time.monotonic() + LONGEST_END
+        for thread in threads:
+            thread.close()
+        if not all([thread.join(max(0.0, deadline - time.monotonic())) for thread in threads]):
+            _log.error("a copy between the cache and host memory has not ended within %g s", LONGEST_END)
 
     def _begin(
-        self, thread: ThreadPoolExecutor, job_id: int, columns: Columns, copy: Copy, in_place: InPlace = NOWHERE
+        self, thread: _CopyThread, job_id: int, columns: Columns, copy: Copy, in_place: InPlace = NOWHERE
     ) -> None:
-        self._jobs[job_id] = thread.submit(partial(self._copy, job_id, self._computed(), columns, copy, in_place))
+        job = self._jobs[job_id] = _Job(job_id, partial(self._copy, job_id, self._computed(), columns, copy, in_place))
+        thread.begin(job)
 
     def _copy(self, job_id: int, events: Sequence[Any], columns: Columns, copy: Copy, in_place: InPlace) -> Copied:
         began, nbytes = time.perf_counter(), 0
