@@ -264,7 +264,7 @@ class TensorPlanes:
         page = new_pages(1, sum(map(len, data)))
         page[0][:] = b"".join(data)
         with kept_if_unproven(page):
-            copier_of(self._device).load(_pieces(runs, page).joined())
+            copier_of(self._device).load(_pieces(runs, page))
 
     def _read_device(self, device: int, columns: Sequence[Any]) -> list[bytes]:
         """Return the items at these addresses of a device, by column.

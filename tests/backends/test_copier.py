@@ -192,6 +192,17 @@ def test_no_copy_goes_over_two_allocations_that_follow_each_other():
     assert len(beside.of([0, 1], pages)) == 1
 
 
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_neighbours_that_pass_through_the_buffer_stay_apart(way, monkeypatch):
+    """Two allocations may lie side by side, and a copy over both is refused."""
+    with device(registered=False) as there:
+        begun, copy = [], there.driver.copy
+        monkeypatch.setattr(there.driver, "copy", lambda *of, **to: (begun.extend(of[3].tolist()), copy(*of, **to)))
+        page = there.pages.addresses[0]
+        getattr(there.copier, way)(pieces((there.cache, page + RUN, RUN), (there.cache + RUN, page, RUN)))
+        assert begun == [RUN, RUN]
+
+
 def test_a_copy_is_listed_a_bounded_number_of_pieces_at_a_time(monkeypatch):
     monkeypatch.setattr("backends.device._MOST_PIECES", 4 * LAYERS)
     with device() as there:

@@ -76,7 +76,10 @@ class _Job:
         self._end.acquire()
 
     def claim(self, by: str) -> bool:
-        """Claim the job, to do or to withdraw it. Return whether it is the claimant's; idempotent."""
+        """Claim the job, to do or to withdraw it.
+
+        Idempotent. Returns whether it is the claimant's.
+        """
         return self._by.setdefault(None, by) == by
 
     def wait(self) -> None:
@@ -338,7 +341,7 @@ class _Lane:
         if self._load:
             for host, at, size in between:
                 ctypes.memmove(at, host, size)
-        self._begin(staged.joined(), self._driver.copy)
+        self._begin(staged, self._driver.copy)  # not joined: neighbours on the device may be of two allocations
         self._finish()
         if not self._load:
             for host, at, size in between:

@@ -225,7 +225,10 @@ class Driver:
         self._calls = _Calls({name: _typed(library, name) for name in PROTOTYPES if name != BATCH_CALL})
         self._contexts: dict[int, int] = {}
         self._lock = threading.RLock()
-        """Lock of the contexts; reentrant, since a finalizer may run in a thread that holds it."""
+        """Lock of the contexts.
+
+        Reentrant: a finalizer may run in a thread that holds it.
+        """
         watch_forks(self, Driver._after_fork)
         try:
             self._call("cuInit", 0)

@@ -116,7 +116,7 @@ class _CopyThread:
         self._jobs.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the running job. Return whether it has ended."""
+        """Wait for the end of the running job. Return whether it came."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

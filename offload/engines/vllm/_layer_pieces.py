@@ -1,8 +1,6 @@
 """Copies between a layer's chunks on a device and published pages.
 
 Pure; numpy is imported at the first use.
-
-numpy is imported at the first use.
 """
 
 from __future__ import annotations
