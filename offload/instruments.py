@@ -7,6 +7,7 @@ when something happens to a container, which is the blocks of one store.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -26,18 +27,18 @@ Subject: TypeAlias = OffloadContainer | OffloadBatch | Sequence[OffloadContainer
 """The argument of a hook."""
 
 
-class Every:
+class Every(ABC):
     """A base class of instruments that handle every hook in one method.
 
     The method is :meth:`saw`.
     """
 
+    @abstractmethod
     def saw(self, hook: str, subject: Subject) -> None:
         """Handle one event.
 
         ``subject`` is the container, batch or containers of the hook.
         """
-        raise NotImplementedError
 
     def admission(self, container: OffloadContainer) -> None:
         """Pass this hook to :meth:`saw`."""

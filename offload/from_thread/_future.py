@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -33,7 +33,7 @@ _NO_ROUTES: Mapping[str, TransferResult] = MappingProxyType({})
 _log = logging.getLogger("offload.from_thread")
 
 
-class Future(Generic[T_co]):
+class Future(ABC, Generic[T_co]):
     """The result of an operation that ends later, in the engine's thread.
 
     Made by an engine only; for any thread. In asyncio, ``await future`` is :meth:`result` without a timeout.
@@ -200,17 +200,14 @@ class Future(Generic[T_co]):
     @abstractmethod
     def _answer(self) -> T_co:
         """Return the result of a finished future, or raise its error."""
-        raise NotImplementedError
 
     @abstractmethod
     def _failure(self) -> BaseException | None:
         """Return the error of a finished future, or ``None``."""
-        raise NotImplementedError
 
     @abstractmethod
     def _cancel(self) -> None:
         """End the operation if it has not ended. On the trio thread."""
-        raise NotImplementedError
 
     def _finish(self, note: Callable[[Future[Any]], None] | None = None) -> None:
         """Mark the future as done, on the trio thread.

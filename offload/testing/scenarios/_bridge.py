@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
@@ -295,7 +296,7 @@ class VisibleWorld:
         return self._world.asked(label)
 
 
-class BridgedSystem:
+class BridgedSystem(ABC):
     """Common part of asyncio and thread systems, as trio sees them.
 
     Subclasses differ in how something is called (:meth:`call`), executed (:meth:`tell`) and asked for (:meth:`ask`).
@@ -304,20 +305,20 @@ class BridgedSystem:
     cache: Any
     """The system itself; ``None`` until it is open."""
 
+    @abstractmethod
     async def call(self, call: Callable[..., Any], *args: object) -> Any:
         """Call a method that may wait, and return its result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tell(self, call: Callable[[], object], what: str) -> None:
         """Have the system make a call, within its current hook or soon.
 
         An exception is recorded as a crash.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def ask(self, call: Callable[[], Any]) -> Any:
         """Wait for a synchronous answer, and serve hooks meanwhile."""
-        raise NotImplementedError
 
     async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
         """Return the bytes of keys; ``None`` for missing ones."""

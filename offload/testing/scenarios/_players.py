@@ -10,6 +10,7 @@ back from another process like any other run.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ._generate import Mix
 
 
-class Player:
+class Player(ABC):
     """Callable that plays the program of a number, in virtual time."""
 
     system: str
@@ -36,9 +37,9 @@ class Player:
     base: Path | None = None
     """Directory that paths in the program are relative to."""
 
+    @abstractmethod
     def program(self, number: Any) -> tuple[Scenario, int]:
         """Return the program of a number, and its seed."""
-        raise NotImplementedError
 
     def warm(self) -> None:
         """Import all modules that a run needs.
