@@ -138,6 +138,10 @@ class RecordedMaru(MaruTier):
         self.recorder.note("copy up")
         return await super().load(*args)
 
+    def load_from_thread(self, *args: Any) -> Any:
+        self.recorder.note("copy up")
+        return super().load_from_thread(*args)
+
 
 class Evicting(LRU[Key]):
     """Says when it names victims."""
