@@ -85,8 +85,8 @@ class LentPages(Destination):
         self._owner = owner
         self._planes = planes
         self._numbers = numbers
-        self._copies = threading.Condition()
-        self._copying = 0
+        self._lock = threading.Lock()
+        self._copies: set[threading.Lock] = set()  # for each, a lock that is held until it is over
         self._revoked = False
 
     def __len__(self) -> int:
@@ -104,9 +104,10 @@ class LentPages(Destination):
 
         It waits for the pages that are being copied, one per thread.
         """
-        with self._copies:
+        with self._lock:
             self._revoked = True
-            self._copies.wait_for(lambda: not self._copying)
+        for copy in [*self._copies]:
+            copy.acquire()  # in C: a signal that ends SGLang here leaves no lock held that a copy waits for
         self._owner = None
 
     def __enter__(self) -> Self:
@@ -146,16 +147,17 @@ class LentPages(Destination):
         Raises:
             Revoked: they are not lent any more.
         """
-        with self._copies:
+        copy = threading.Lock()
+        copy.acquire()
+        with self._lock:
             if self._revoked:
                 raise Revoked
-            self._copying += 1
+            self._copies.add(copy)
         try:
             yield
         finally:
-            with self._copies:
-                self._copying -= 1
-                self._copies.notify_all()
+            self._copies.discard(copy)
+            copy.release()
 
     # --- the contract of a destination ----------------------------------------------------------------------------
 
