@@ -9,7 +9,7 @@ import trio.testing
 
 from backends.abc import STORED, Deletion, Destination, RoomRequest, Tier
 from backends.base.copying import StoreCopy
-from backends.base.pages import checksums, copy_pages, pages_of
+from backends.base.pages import checksums, copy_pages, new_pages, pages_of
 from backends.base.pooled import Lease, PooledReservation
 from backends.base.room import WaitQueue
 from backends.memory import MemoryTier
@@ -230,8 +230,16 @@ class FailsTheNeighboursOfADamagedBlock(FakeTier):
         return failures
 
 
+class FailsTheNeighboursOfAnUnreadableBlock(FakeTier):
+    async def write(self, source, refs, keys, slots):
+        pages = new_pages(len(refs), self.block_bytes)
+        source.copy_out(refs, pages)  # of all of them
+        return await super().write(source, refs, keys, slots)
+
+
 FAULTS = [
     BelievesItsSource,
+    FailsTheNeighboursOfAnUnreadableBlock,
     DoesNotTellItsSource,
     FailsTheNeighboursOfADamagedBlock,
     FindsWhatIsReserved,
@@ -296,6 +304,20 @@ class ScratchesBehindTheSource(MemoryTier):
         await self.off_thread(copy)
         self.note_checksums(slots, copied.sums)
         return copied.settle()
+
+
+class OverwritesAtTheEndOfACopy(MemoryTier):
+    """It registers its blocks whatever was registered while it copied them."""
+
+    async def write(self, source, refs, keys, slots):
+        failures = await super().write(source, refs, keys, slots)
+        self.pool.delete(keys)
+        return failures
+
+
+async def test_a_second_copy_of_a_key_that_overwrites_the_first_is_found():
+    with pytest.raises(AssertionError, match="of two copies of a key one is stored"):
+        await check_tier(lambda n, size: OverwritesAtTheEndOfACopy(n * size, size), any_block_size=False)
 
 
 async def test_what_a_cancelled_copy_may_still_write_to_is_not_used_again():

@@ -9,10 +9,12 @@ import trio
 
 from maru.kv_events import KeyBook
 
-from ...abc import DUPLICATE, STORED, DamagedBlock, Failed, Key, Outcome
+from ...abc import DUPLICATE, STORED, DamagedBlock, Failed, Key, Outcome, Reservation, UnreadableBlock
 from ...base.threads import wait_abandoned
 from .._fake import payload_of
 from ._trying import BLOCKS, Bytes, Case, KnownBytes, must
+
+_BRIEFLY = 0.1
 
 
 async def stores_and_loads(case: Case) -> None:
@@ -79,6 +81,46 @@ async def first_writer_wins(case: Case) -> None:
         must(list(await reservation.transfer(source, refs)) == [outcome], "of two writers one wins")
         reservation.release()
     await case.holds(late)
+
+
+async def of_two_copies_at_once_one_wins(case: Case) -> None:
+    """Check two copies of one key that overlap."""
+    if not case.threads:
+        return
+    keys, outcomes, second_ended = case.keys(2), list[Outcome](), trio.Event()
+    first, second = await case.reserve(keys), await case.reserve(keys)
+    slow, fast = Bytes(case.block_bytes, in_host=False), Bytes(case.block_bytes)
+    slow.started, slow.go_on = threading.Event(), threading.Event()
+
+    async def store(reservation: Reservation, source: Bytes, ended: trio.Event) -> None:
+        outcomes.extend(await reservation.transfer(source, source.upgrade(keys)))
+        reservation.release()
+        ended.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store, first, slow, trio.Event())
+        await trio.to_thread.run_sync(slow.started.wait)  # noqa: TID251
+        nursery.start_soon(store, second, fast, second_ended)
+        with trio.move_on_after(_BRIEFLY):  # a tier may copy one batch after the other
+            await second_ended.wait()
+        slow.go_on.set()
+    must(outcomes.count(STORED) == outcomes.count(DUPLICATE) == 2, "of two copies of a key one is stored", outcomes)
+    await case.holds(keys)
+    must(await case.room() == BLOCKS - 2, "the other takes no room")
+
+
+async def a_block_that_its_source_cannot_read_fails_alone(case: Case) -> None:
+    keys = case.keys(4)
+    for at, error in enumerate((DamagedBlock("its source", keys[0], "damaged"), UnreadableBlock("not now"))):
+        source = Bytes(case.block_bytes, in_host=False)
+        source.error, source.unreadable = error, [keys[at]]
+        try:
+            outcomes = await case.store([keys[at], keys[at + 2]], source=source)
+        except (DamagedBlock, UnreadableBlock) as raised:
+            outcomes = [Failed(raised)] * 2
+        must(isinstance(outcomes[0], Failed), "a block that cannot be read has failed", outcomes)
+        must(outcomes[1] == STORED, "the others of its batch are copied one by one", outcomes)
+    await case.holds(keys[2:])
 
 
 async def a_failing_source_leaves_nothing(case: Case) -> None:

@@ -65,6 +65,11 @@ class Bytes(Source):
         self.keys: list[Key] = []
         self.buffers: list[bytearray] = []
         self.error: Exception | None = None
+        self.unreadable: Sequence[Key] = ()
+        """Keys of blocks with which a copy raises ``error``.
+
+        If there are none, each copy raises it.
+        """
         self.started: threading.Event | None = None
         self.go_on: threading.Event | None = None
         self.copied = threading.Event()
@@ -87,7 +92,8 @@ class Bytes(Source):
             self.started.set()
             self.go_on.wait()
         try:
-            if self.error is not None:
+            asked = {self.keys[ref] for ref in refs}
+            if self.error is not None and (not self.unreadable or asked.intersection(self.unreadable)):
                 raise self.error
             copy_pages(pages, pages_of([self.buffers[ref] for ref in refs]))
         finally:
