@@ -8,11 +8,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Generic, TypeVar, TypeVarTuple
+from time import monotonic
+from typing import Final, Generic, TypeVar, TypeVarTuple
 
 import trio
 
+from maru.base.flags import Flag
 from maru.base.threads import start_thread
+
+_LONGEST_END: Final = 10.0
+"""Seconds that an interrupted call may take to end."""
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -39,19 +44,19 @@ class TrioThread(Generic[M]):
         self._make, self._name = make, name
         self._timeout, self._close_timeout = timeout, close_timeout
         self._thread: threading.Thread | None = None
+        self._over = Flag()
         self._leave: trio.Event
         self._entered: M
         self._error: BaseException | None = None
 
     def start(self) -> M:
         """Enter the context manager, and raise its exception here."""
-        settled = threading.Event()
+        settled, self._over = Flag(), Flag()
         thread = threading.Thread(target=self._run, args=(settled,), name=self._name, daemon=True)
         start_thread(thread)
         self._thread = thread  # not before: a thread that could not be started cannot be joined
         settled.wait()
         if self.token is None and self._error is not None:
-            thread.join()
             raise self._error
         return self._entered
 
@@ -69,34 +74,58 @@ class TrioThread(Generic[M]):
         if token is not None:
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(self._leave.set)
-        thread.join(self._close_timeout)
-        if thread.is_alive():
+        if not self._over.wait(self._close_timeout):
             raise TimeoutError(f"{thread.name} has not ended within {self._close_timeout:g} s: it goes on")
         if self._error is not None:
             raise self._error
 
     def wait(self, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
-        """Call an async function in the thread, and wait for its result."""
+        """Call an async function in the thread, and wait for its result.
 
-        async def bounded() -> T:
-            with trio.fail_after(self._timeout):
-                return await function(*args)
+        Interrupted by a signal, it cancels the call, and waits for its end, bounded.
+        """
+        scope, over, value = trio.CancelScope(), Flag(), list[T]()
 
-        return trio.from_thread.run(bounded, trio_token=self.token)
+        async def bounded() -> None:
+            try:
+                with scope, trio.fail_after(self._timeout):
+                    value.append(await function(*args))
+            finally:
+                over.set()
+
+        try:
+            trio.from_thread.run(bounded, trio_token=self.token)
+        except trio.RunFinishedError:
+            raise
+        except BaseException as error:
+            if not self._has_ended(scope, over):
+                error.add_note("a call was cancelled and has not ended: memory that it writes may still be written to")
+            raise
+        return value[0]
+
+    def _has_ended(self, scope: trio.CancelScope, over: Flag) -> bool:
+        deadline = monotonic() + _LONGEST_END
+        while not over.is_set and monotonic() < deadline:
+            with suppress(KeyboardInterrupt, SystemExit):  # the first one is raised at the end
+                if self.token is not None:
+                    self.token.run_sync_soon(scope.cancel, idempotent=True)
+                over.wait(deadline - monotonic())
+        return over.is_set
 
     def call(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Call a function in the thread."""
         return trio.from_thread.run_sync(function, *args, trio_token=self.token)
 
-    def _run(self, settled: threading.Event) -> None:
+    def _run(self, settled: Flag) -> None:
         try:
             trio.run(self._main, settled)
         except BaseException as exc:
             self._error = exc
         finally:
             settled.set()
+            self._over.set()
 
-    async def _main(self, settled: threading.Event) -> None:
+    async def _main(self, settled: Flag) -> None:
         self._leave = trio.Event()
         async with self._make() as self._entered:
             self.token = trio.lowlevel.current_trio_token()

@@ -230,10 +230,12 @@ class ShadowCheck:
         keys = loading.keys[: loading.leading()]
         due = {} if self.stored is None else self.stored.due(keys)
         if keys and (due or drawn):
-            wrong = await self._compare(loading.destination, keys, loading.origins, due, drawn=drawn)
+            wrong, unproven = await self._compare(loading.destination, keys, loading.origins, due, drawn=drawn)
             if wrong:
                 self._withhold(wrong, loading, segments)
                 await self.purge([keys[at] for at in wrong])
+            if unproven is not None:
+                raise unproven
         for at in self.withheld.wrong_since(since, keys):
             if loading.outcomes[at] == LOADED:
                 loading.outcomes[at] = WITHHELD
@@ -248,24 +250,29 @@ class ShadowCheck:
         due: Mapping[int, array[float]],
         *,
         drawn: bool,
-    ) -> dict[int, tuple[_FoundBy, str]]:
-        """Return the wrong blocks of a load, by position.
+    ) -> tuple[dict[int, tuple[_FoundBy, str]], Exception | None]:
+        """Return the wrong blocks of a load, and an error of a copy without a proven end.
 
-        Each has the reference that it was compared with, and the difference.
+        They are by position. Each has the reference that it was compared with, and the difference.
         """
         self.counts.checked_loads += 1
         wrong: dict[int, tuple[_FoundBy, str]] = {}
         chosen = self._loads.choose(len(keys), MOST_BLOCKS) if drawn else ()
-        with trio.move_on_after(LONGEST_CHECK) as scope:
-            await self._planes(destination, due, "stored", wrong)
-            if drawn and self.recompute is not None:
-                await self._planes(destination, await self._recomputed(destination, keys, chosen), "recomputed", wrong)
-            for speed in sorted({origins[at] for at in chosen}):
-                here = [at for at in chosen if origins[at] == speed and at not in wrong]
-                await self._read_again(destination, keys, here, speed, wrong)
-        if scope.cancelled_caught:
-            self._note_inconclusive("too slow", len(chosen))
-        return wrong
+        unproven = None
+        try:
+            with trio.move_on_after(LONGEST_CHECK) as scope:
+                await self._planes(destination, due, "stored", wrong)
+                if drawn and self.recompute is not None:
+                    recomputed = await self._recomputed(destination, keys, chosen)
+                    await self._planes(destination, recomputed, "recomputed", wrong)
+                for speed in sorted({origins[at] for at in chosen}):
+                    here = [at for at in chosen if origins[at] == speed and at not in wrong]
+                    await self._read_again(destination, keys, here, speed, wrong)
+            if scope.cancelled_caught:
+                self._note_inconclusive("too slow", len(chosen))
+        except Exception as error:  # without a proven end: the blocks that were found wrong are withheld first
+            unproven = error
+        return wrong, unproven
 
     async def _planes(
         self,

@@ -8,6 +8,7 @@ settled.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 import trio
 
 from backends.abc import Blocks, Canary, Deletion, Destination, Source, Unproven
+from maru.base.flags import Flag
 from maru.base.forks import belongs_to, watch_forks
 from maru.base.threads import start_thread
 from maru.exception_groups import holds
@@ -123,7 +125,7 @@ class EngineWorker(ThreadBoundary):
         self._drops = drops
         self._close_timeout = close_timeout
         self._manager = manager
-        self._opened = threading.Event()
+        self._opened, self._over = Flag(), Flag()
         self._crash: BaseException | None = None
         self._leaving = self._ended = False
         self.pid: int = os.getpid()
@@ -169,7 +171,7 @@ class EngineWorker(ThreadBoundary):
             raise
         crash, self._crash = self._crash, None
         if crash is not None:
-            self.thread.join(timeout)
+            self._over.wait(timeout)
             raise crash
 
     def _run(self) -> None:
@@ -178,7 +180,10 @@ class EngineWorker(ThreadBoundary):
             trio.run(self._main)
         except BaseException as error:
             crash = error
-        self._end(crash)
+        try:
+            self._end(crash)
+        finally:
+            self._over.set()
 
     async def _main(self) -> None:
         async with self._manager as engine:
@@ -418,40 +423,42 @@ class EngineWorker(ThreadBoundary):
             # Inside the `try`: a KeyboardInterrupt may come as soon as the call has begun, which then must be ended.
             self.begin(call, after_stores=after_stores)
             call._wait(timeout)
-        except BaseException as interruption:
-            call.request_cancel()
-            if not (call.begun and call.to_the_end):
-                raise
-            try:
-                ended = self._has_ended(call)
-            except BaseException as second:
-                second.add_note(_UNPROVEN)
-                raise
-            if not isinstance(interruption, WaitTimeout):
-                if not ended:
-                    interruption.add_note(_UNPROVEN)
-                raise
-            if not ended:
-                raise DrainUnproven(_UNPROVEN) from None
+        except BaseException as error:
+            self._end_interrupted(call, error)
         try:
             return call._answer()
         except CallCancelled:  # by the lines above: no other code can cancel this call
             raise WaitTimeout(_OUT_OF_TIME) from None
 
-    def _has_ended(self, call: CallFuture[Any]) -> bool:
-        """Wait a bounded time for the end of a cancelled call.
+    def _end_interrupted(self, call: CallFuture[Any], interruption: BaseException) -> None:
+        """End a call that its caller does not wait for any longer.
 
-        Returns whether it has ended. It waits however often a signal raises KeyboardInterrupt or SystemExit meanwhile.
+        Returns only if its time is over, and it has ended. If it may write to memory of the caller, its end is waited for,
+        however often a signal raises meanwhile.
+
+        Raises:
+            DrainUnproven: its time is over, and it may still write.
+            BaseException: the interruption, or the first one that is no timeout.
         """
-        deadline = time.monotonic() + LEAVE_TIMEOUT
-        while not call.done():
+        ended, deadline = False, time.monotonic() + LEAVE_TIMEOUT
+        while not ended and time.monotonic() < deadline:
             try:
-                call._wait(max(0.0, deadline - time.monotonic()))
-            except WaitTimeout:
-                return False
-            except (KeyboardInterrupt, SystemExit):  # the first one is raised at the end
-                continue
-        return True
+                call.request_cancel()
+                if call.begun and call.to_the_end:
+                    with contextlib.suppress(WaitTimeout):
+                        call._wait(max(0.0, deadline - time.monotonic()))
+                ended = call.done() or not (call.begun and call.to_the_end)
+            except OffloadError:
+                raise
+            except BaseException as second:  # of a signal
+                interruption = second if isinstance(interruption, WaitTimeout) else interruption
+        timed_out = isinstance(interruption, WaitTimeout)
+        if not ended and timed_out:
+            raise DrainUnproven(_UNPROVEN) from None
+        if not ended:
+            interruption.add_note(_UNPROVEN)
+        if not (timed_out and call.begun and call.to_the_end):
+            raise interruption
 
     def _start_call(self, call: CallFuture[Any]) -> None:
         if self._nursery is not None:  # otherwise the run is ending, and answers all pending calls there
@@ -617,8 +624,7 @@ class EngineWorker(ThreadBoundary):
         self.check_thread()
         seconds = self._close_timeout if timeout is None else self.seconds(timeout)
         self.leave()
-        thread.join(seconds)
-        if thread.is_alive():
+        if not self._over.wait(seconds):
             self._settle_all(DrainUnproven("the engine's thread has not ended: what it copies may still be read"))
             raise WaitTimeout(f"the engine's thread has not ended within {seconds:g} s")
         # Only now: while the thread runs it may signal, and the number of a closed descriptor may belong to another file.

@@ -529,7 +529,7 @@ def signal_raised(wait: Any, nth: int) -> bool:
             sys.settrace(before)
         opening.join()
         one.copies.close()
-        assert not one.copies._stores._thread.is_alive()
+        assert one.copies._stores.join(0)
         return calls >= nth
 
 

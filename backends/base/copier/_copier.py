@@ -159,7 +159,7 @@ class Copier:
 def _end(job: _Job) -> None:
     """Withdraw a job, or wait for its end if it has begun.
 
-    It waits however many signals raise meanwhile.
+    It waits while signals raise one after the other; of several at once, two.
     """
     while not (job.claim("caller") or job.is_over):
         with suppress(BaseException):

@@ -365,6 +365,7 @@ def _after_fork() -> None:
     """Forget the parent's pinned memory: rule 3."""
     global _lock
     _lock = threading.Lock()  # a thread that is not in the child may have held it
+    _later.clear()
     forget()
 
 

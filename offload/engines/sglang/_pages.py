@@ -106,9 +106,16 @@ class LentPages(Destination):
         """
         with self._lock:
             self._revoked = True
-        for copy in [*self._copies]:
-            copy.acquire()  # in C: a signal that ends SGLang here leaves no lock held that a copy waits for
+        interruption = None
+        while self._copies:
+            try:
+                for copy in [*self._copies]:
+                    copy.acquire()
+            except (KeyboardInterrupt, SystemExit) as error:  # of a signal: the copies go on, and are waited for
+                interruption = interruption or error
         self._owner = None
+        if interruption is not None:
+            raise interruption
 
     def __enter__(self) -> Self:
         return self

@@ -30,6 +30,7 @@ from backends import Unproven
 from backends.base.copier import Event
 from backends.base.pages import Pages
 from backends.base.threads import kept_if_unproven
+from maru.base.flags import Flag
 from maru.base.threads import start_thread
 from maru.exception_groups import holds
 
@@ -98,36 +99,45 @@ class _CopyThread:
     keeps no process from ending.
     """
 
+    _is_closed = False
+
     def __init__(self, name: str, wakes: SimpleQueue[None]) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._wakes = wakes
+        self._over = Flag()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         start_thread(self._thread)
 
     def begin(self, job: _Job) -> None:
-        """Make this job after the earlier ones."""
+        """Make this job after the earlier ones.
+
+        Raises:
+            RuntimeError: the thread ends.
+        """
+        if self._is_closed:
+            raise RuntimeError("the copies of this worker have ended")
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Withdraw the jobs that have not begun."""
-        with suppress(Empty):
-            while True:
-                self._jobs.get_nowait()
+        """End the thread after the running job. Jobs that have not begun fail."""
+        self._is_closed = True
         self._jobs.put(None)
 
     def join(self, seconds: float) -> bool:
         """Wait for the end of the running job. Return whether it came."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._over.wait(seconds)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
+                if self._is_closed:
+                    raise RuntimeError("withdrawn, since the worker ends")
                 job.copied = job.make()
-            except BaseException as error:  # vLLM would wait for it for ever
+            except BaseException as error:  # reported, or vLLM would wait for it for ever
                 job.copied = Copied(job.job_id, error, 0, 0.0)
             self._wakes.put(None)
             del job  # a thread that waits holds nobody's memory
+        self._over.set()
 
 
 class RowCopies:
@@ -148,7 +158,11 @@ class RowCopies:
         self._arena, self._offset, self._groups, self._computed = arena, offset, groups, computed
         self._wakes: SimpleQueue[None] = SimpleQueue()  # one for each job that has ended
         self._stores = _CopyThread("offload store", self._wakes)
-        self._loads = _CopyThread("offload load", self._wakes)
+        try:
+            self._loads = _CopyThread("offload load", self._wakes)
+        except BaseException:
+            self._stores.close()
+            raise
         self._jobs: dict[int, _Job] = {}
         self._stored_rows: dict[int, Sequence[int]] = {}  # of each store, until it has ended
         self.ended: list[Copied] = []
@@ -258,8 +272,9 @@ class RowCopies:
     def _begin(
         self, thread: _CopyThread, job_id: int, columns: Columns, copy: Copy, in_place: InPlace = NOWHERE
     ) -> None:
-        job = self._jobs[job_id] = _Job(job_id, partial(self._copy, job_id, self._computed(), columns, copy, in_place))
+        job = _Job(job_id, partial(self._copy, job_id, self._computed(), columns, copy, in_place))
         thread.begin(job)
+        self._jobs[job_id] = job
 
     def _copy(self, job_id: int, events: Sequence[Any], columns: Columns, copy: Copy, in_place: InPlace) -> Copied:
         began, nbytes = time.perf_counter(), 0

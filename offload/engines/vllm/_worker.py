@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Final
 import attrs
 
 from backends.abc import ExternalBlocks
+from maru.base.flags import Flag
 
 from ... import from_thread
 from ..._engine import GIVEN_UP
@@ -69,7 +69,7 @@ class _Load:
     """Whether nobody uses its result."""
     cancelled: bool = False
     """Whether it was cancelled, and begins no copy."""
-    over: threading.Event = attrs.Factory(threading.Event)
+    over: Flag = attrs.Factory(Flag)
     """Set when it has ended, with or without a proof."""
 
 
@@ -167,7 +167,7 @@ class WorkerHalf:
         Raises:
             DrainUnproven: a copy may still use the cache: it must not be freed.
         """
-        stores, loads = list(self._stores.values()), [one for one in self._loads.values() if not one.over.is_set()]
+        stores, loads = list(self._stores.values()), [one for one in self._loads.values() if not one.over.is_set]
         for load in loads:
             self._request_end(load)
         if self._unproven is None:  # else it fails anyway, and the guard calls this again
