@@ -263,9 +263,10 @@ class DaemonConnection:
         try:
             try:
                 got = await call.expected.wait()
-            except trio.Cancelled:
+            except (trio.Cancelled, KeyboardInterrupt):
                 self.tell(lambda number: Cancel(number, [seq]))
-                with trio.CancelScope(shield=True), trio.move_on_after(leave_after), suppress(DaemonUnavailable):
+                ignored = suppress(DaemonUnavailable, KeyboardInterrupt)
+                with trio.CancelScope(shield=True), trio.move_on_after(leave_after), ignored:
                     await call.expected.wait()
                 if not call.expected.done:
                     raise Unproven(f"the daemon at {self.url} has not said that a load is over") from None
