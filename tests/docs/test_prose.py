@@ -13,10 +13,13 @@ def test_prose_only_improves() -> None:
 
 def test_phrases_are_counted() -> None:
     module = '''"""Keep the blocks."""
-def count():
+def count(log):
     """What it has, and says: a first line of a good deal more than a dozen words, as this one here is."""
     # what it was told
+    log.info("what %s says: %d", name, n)
+    if name:
+        raise ValueError(f"{name} is no table; there is no other")
     return "what a string says"
 '''
-    assert prose.count_module(module) == Counter(opening=1, long=1, what=2, tell=2)
+    assert prose.count_module(module) == Counter(opening=1, long=1, what=2, tell=2, message=3)
     assert prose.count_page("It says\n```\nwhat\n```\nwhat it has\n") == Counter(what=1, tell=1)

@@ -1,15 +1,17 @@
-"""Count the phrases of our docstrings and pages that a reader trips over. The counts may only fall.
+"""Count the phrases of our docstrings, pages and messages that a reader trips over. The counts may only fall.
 
     python -m tests.support.prose            print the counts by folder
     python -m tests.support.prose --write    record them in tests/support/prose.toml
 
-A *first line* is that of a docstring, the line below an attribute included. Counted are:
+A *first line* is that of a docstring, the line below an attribute included. A *message* is a string that is raised,
+warned or logged. Counted are:
 
     opening     first lines that begin with a word that names nothing: What, Where, It
     long        first lines of more than 12 words
     mood        first lines of functions that do not begin with an imperative verb (rule D401 of ruff)
     what        the word "what" in docstrings, comments and pages: what is stored, of what it has
     tell        forms of "tell" and "say"
+    message     both of these in messages, and phrases that no engineer would write: "is no table", "can be had", "anew"
 """
 
 from __future__ import annotations
@@ -35,6 +37,12 @@ LONGEST = 12
 OPENING = re.compile(r"(What|Who|Whose|Which|Where|Of|These|It|They|As|The same)\b")
 WHAT = re.compile(r"\bwhat\b", re.IGNORECASE)
 TELL = re.compile(r"\b(tells?|told|telling|says?|said|saying)\b", re.IGNORECASE)
+QUAINT = re.compile(
+    r"(?<!\bthere )\b(is|are) no\b(?! (longer|more)\b)|\b(can|to) be had\b|\b(anew|whoever|somebody|nobody)\b"
+    r"|\b(lets?|letting) go\b|\b(hung|hangs) up\b|\bgiven out\b|\bby now\b",
+    re.IGNORECASE,
+)
+LOGS = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
 CODE = re.compile(r"^(`{3,}|:{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 """A block of code in a page, whose text is not ours alone."""
 
@@ -53,10 +61,25 @@ def comments(text: str) -> Iterator[str]:
             yield token.string
 
 
+def is_log_call(node: ast.AST) -> bool:
+    """Report whether a node logs or warns."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOGS
+
+
+def messages(tree: ast.Module) -> Iterator[str]:
+    """Yield each string that is raised, warned or logged; an f-string in its parts."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) or is_log_call(node):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value
+
+
 def count_module(text: str) -> Counter[str]:
     """Count the phrases of a module."""
     found: Counter[str] = Counter()
-    prose = list(docstrings(ast.parse(text)))
+    tree = ast.parse(text)
+    prose = list(docstrings(tree))
     for docstring in prose:
         first = docstring.strip().partition("\n")[0]
         found["opening"] += bool(OPENING.match(first))
@@ -64,6 +87,8 @@ def count_module(text: str) -> Counter[str]:
     for part in [*prose, *comments(text)]:
         found["what"] += len(WHAT.findall(part))
         found["tell"] += len(TELL.findall(part))
+    for message in messages(tree):
+        found["message"] += sum(len(phrase.findall(message)) for phrase in (WHAT, TELL, QUAINT))
     return found
 
 
@@ -152,7 +177,7 @@ def main() -> int:
             print("not recorded, since these have grown:", *grown, sep="\n")
             return 1
         write(found)
-    names = ["opening", "long", "mood", "what", "tell"]
+    names = ["opening", "long", "mood", "what", "tell", "message"]
     total: Counter[str] = sum(map(Counter, found.values()), Counter())
     print(f"{'':28}" + "".join(f"{name:>9}" for name in names))
     for folder, its in [*found.items(), ("together", total)]:
