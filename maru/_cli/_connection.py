@@ -69,7 +69,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= _LONGEST:
-        raise click.BadParameter(f"{text!r}: more than 0 seconds, and at most {_LONGEST:,}")
+        raise click.BadParameter(f"{text!r}: must be above 0 and at most {_LONGEST:,} seconds")
     return seconds
 
 
@@ -176,7 +176,7 @@ class ServerConnection:
                     continue  # an answer to a request that was given up
                 reply = decode_reply(code, memoryview(frame)[HEADER_BYTES : HEADER_BYTES + length])
             except (BadFrame, BadMessage) as error:
-                raise ServerRefused(f"what came is no answer: {error}") from error
+                raise ServerRefused(f"the answer is malformed: {error}") from error
             if isinstance(reply, ErrorReply):
                 raise ServerRefused(reply.error, reply.code)
             assert isinstance(reply, kind)

@@ -168,7 +168,7 @@ class MaruHandler(HandlerBase):
         try:
             driver.run(operations.close(driver.state))
         except MaruError as exc:
-            _log.debug("closed without a farewell: %s", exc)
+            _log.debug("closed without notifying the server: %s", exc)
         finally:
             driver.connections.close()
             heart = self._heart
@@ -424,7 +424,7 @@ def _renew(handler_ref: weakref.ref[MaruHandler], stop: threading.Event, beat: f
         except HandlerClosed:
             return
         except (MaruError, OSError) as exc:
-            _log.warning("%r: no sign of life from the server: %s", handler, exc)
+            _log.warning("%r: the server does not respond: %s", handler, exc)
         except Exception:  # a bug of ours must not silently cost the lease
             _log.exception("%r could not renew its lease", handler)
         beat = beat_of(driver.state)

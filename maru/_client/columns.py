@@ -82,7 +82,7 @@ class AllocBatch:
     def _use(self, state: ClientState, n: int) -> list[int]:
         """Hand over its pages: the caller gives them back or stores them."""
         if self._state is not state or len(self._pages) != n:
-            raise HandlerClosed(f"{self!r} was stored or freed, is another handler's, or is not for {n} keys")
+            raise HandlerClosed(f"{self!r} was stored or freed, belongs to another handler, or does not have {n} pages")
         pages, self._pages = self._pages, []
         return pages
 
@@ -236,7 +236,7 @@ def store_pages(
     """Register filled pages."""
     keys = list_keys(keys)
     if not 0 < size <= batch.page_bytes:
-        raise ValueError(f"{size} bytes do not fit a page, which has chunk_size_bytes, {batch.page_bytes}")
+        raise ValueError(f"size = {size}: must be from 1 to chunk_size_bytes, {batch.page_bytes}")
     if depths is not None and len(depths) != len(keys):
         raise ValueError(f"{len(keys)} keys but {len(depths)} depths")
     s.check_open()

@@ -86,7 +86,7 @@ class Connection:
             while not self._dealer.send((b"", frame), LOOK_UP if left > LOOK_UP else left if left > 0.0 else 0.0):
                 left = deadline - monotonic()
                 if left <= 0.0:
-                    raise NoAnswer("the server takes nothing in: nothing more can be sent to it")
+                    raise NoAnswer("the server does not read its requests, so no more can be sent")
                 if self._is_closed():
                     raise HandlerClosed("the handler was closed while a call waited to be sent")
         except BaseException as exc:
@@ -316,7 +316,7 @@ class ConnectionPool:
                         return connection
                     left = deadline - monotonic()
                     if left <= 0:
-                        raise NoAnswer(f"{len(self._all)} calls wait already")
+                        raise NoAnswer(f"{len(self._all)} calls are already waiting")
                     self._given_back.wait(left)
             finally:
                 self._sleepers -= 1

@@ -75,7 +75,7 @@ class Places:
         pointer = getattr(buffer, "data_ptr", None)
         if pointer is not None:
             if buffer.device.type != "cpu" or not buffer.is_contiguous():
-                raise ValueError(f"a contiguous tensor on the CPU is needed, not one on {buffer.device}")
+                raise ValueError(f"the tensor must be contiguous and on the CPU; its device is {buffer.device}")
             self._tensors.append(buffer)
             self.addresses.append(pointer())
             self.sizes.append(buffer.nbytes)

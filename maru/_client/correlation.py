@@ -48,7 +48,7 @@ class Correlation(Generic[C]):
 
     def __init__(self, window: int, *, first: int = 1) -> None:
         if window < 1 or not 1 <= first <= _LAST:
-            raise ValueError(f"a window of {window} from sequence {first}")
+            raise ValueError(f"window = {window}, first = {first}: must be at least 1, and first at most {_LAST}")
         self.window = window
         self._next = first
         self._waiting: dict[int, C] = {}

@@ -230,7 +230,7 @@ class PendingCall(Generic[T]):
         """
         driver, self._driver = self._driver, None
         if driver is None:
-            raise HandlerClosed("the result of this call was asked for before")
+            raise HandlerClosed("the result of this call was already taken")
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             value: T = self._value

@@ -204,7 +204,7 @@ class Driver:
             self._queueing.discard(call.sequence)
         if patience.cancelled_caught:
             self.state.counters.unanswered += not call.is_over
-            raise NoAnswer(f"{self.state!r}: nothing more can be sent to it")
+            raise NoAnswer(f"{self.state!r}: the server does not read its requests, so no more can be sent")
 
     def _start(self, call: Call) -> None:
         """Send a call without waiting for its answer, which is still applied."""
@@ -342,7 +342,7 @@ class Driver:
             except HandlerClosed:
                 return
             except (MaruError, OSError) as exc:
-                _log.warning("%r: no sign of life from the server: %s", state, exc)
+                _log.warning("%r: the server does not respond: %s", state, exc)
             except Exception:  # a bug of ours, or of a callback, must not cost the lease, nor end everything around it
                 _log.exception("%r could not renew its lease", state)
 
@@ -355,7 +355,7 @@ class Driver:
                 with contextlib.suppress(MaruError):
                     await self.run(operations.settle(self.state))
             except Exception:  # likewise: the next call settles it, and gets the error
-                _log.exception("%r could not tell the server of what was left", self.state)
+                _log.exception("%r could not settle its unresolved operations with the server", self.state)
 
     def give_back(self, pins: Iterable[Pin]) -> None:
         """Remove one user of each pin, and report that to the server.

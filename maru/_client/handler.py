@@ -74,7 +74,7 @@ class MaruHandler(HandlerBase):
         regions. Handles and infos from before stay void.
         """
         if self._life is not None:
-            raise RuntimeError(f"{self!r} is open")
+            raise RuntimeError(f"{self!r} is already open")
         if self._state.is_closed:
             self._renew()
         self._life = self._living()
@@ -346,12 +346,12 @@ class MaruHandler(HandlerBase):
             ServerLost: the session has ended, and with it the pages.
         """
         if len({id(handle) for handle in handles}) != len(handles):
-            raise ValueError(f"{len(handles)} handles, which must all be different")
+            raise ValueError(f"the {len(handles)} handles must all be different")
         for handle in handles:
             handle._check(self._state)
         pages = [handle._use() for handle in handles]
         if self._state.pages.has_ended(pages):
-            raise ServerLost(f"{self!r}: the session that these pages were of has ended")
+            raise ServerLost(f"{self!r}: the session of these pages has ended")
         return AllocBatch(self._state, pages)
 
     async def hold_pages(self, keys: Sequence[str], *, partial: bool = False) -> HeldBatch:
@@ -373,7 +373,7 @@ class MaruHandler(HandlerBase):
         cannot compare: there, any page under the key is deleted.
         """
         if len(keys) != len(generations):
-            raise ValueError(f"{len(keys)} keys, and {len(generations)} generations")
+            raise ValueError(f"{len(keys)} keys but {len(generations)} generations")
         return await self._run("batch_delete", operations.delete(self._state, list_keys(keys), generations))
 
     def collect(self) -> None:

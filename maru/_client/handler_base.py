@@ -85,7 +85,7 @@ class HandlerBase:
         return f"<{type(self).__name__} {self._state!r}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} cannot go to another process: make one there")
+        raise TypeError(f"{self!r} cannot be sent to another process: create one there")
 
     @property
     def connected(self) -> bool:

@@ -35,9 +35,9 @@ def batch_alloc(s: ClientState, n: int, size: int | None) -> Operation[list[Allo
     page_bytes = s.pages.page_bytes
     size = page_bytes if size is None else size
     if not 0 < size <= page_bytes:
-        raise ValueError(f"{size} bytes do not fit a page, which has chunk_size_bytes, {page_bytes}")
+        raise ValueError(f"size = {size}: must be from 1 to chunk_size_bytes, {page_bytes}")
     if n < 0:
-        raise ValueError(f"{n} pages")
+        raise ValueError(f"n = {n}: must be at least 0")
     pages = yield from allocate(s, n)
     return None if pages is None else [AllocHandle(s, page, size) for page in pages]
 
@@ -57,7 +57,7 @@ def batch_store(s: ClientState, keys: Iterable[str], handles: Iterable[AllocHand
     """Register filled pages."""
     keys, handles = list_keys(keys), list(handles)
     if len(keys) != len(handles) or len({id(handle) for handle in handles}) != len(handles):
-        raise ValueError(f"{len(keys)} keys, and {len(handles)} handles, which must all be different")
+        raise ValueError(f"{len(keys)} keys but {len(handles)} handles, which must all be different")
     if not keys:
         return []
     s.check_open()
@@ -167,7 +167,7 @@ def _check(keys: Sequence[str], sizes: Sequence[int], most: int | None) -> None:
     if len(keys) != len(sizes):
         raise ValueError(f"{len(keys)} keys but {len(sizes)} buffers")
     if most is not None and sizes and not 0 < min(sizes) <= max(sizes) <= most:
-        raise ValueError(f"buffers of {min(sizes)} to {max(sizes)} bytes; a page has chunk_size_bytes, {most}")
+        raise ValueError(f"buffers of {min(sizes)} to {max(sizes)} bytes: must be from 1 to chunk_size_bytes, {most}")
 
 
 def _sums(handles: Sequence[AllocHandle]) -> list[int]:

@@ -16,13 +16,13 @@ def list_keys(keys: Iterable[str]) -> list[str]:
         ValueError: one of them is not Unicode: half a surrogate pair.
     """
     if isinstance(keys, str | bytes | bytearray | memoryview):
-        raise TypeError(f"keys = {_shown(keys)} is one key: several are wanted, as in [key]")
+        raise TypeError(f"keys = {_shown(keys)} is one key: pass a sequence of keys, as in [key]")
     keys = list(keys)
     if not {*map(type, keys)} <= {str}:  # a subclass is one as well, and rare
         for key in keys:
             if not isinstance(key, str):
                 raise TypeError(
-                    f"the key {_shown(key)} is of type {type(key).__name__}: keys of the page store are texts (key.hex())"
+                    f"the key {_shown(key)} is of type {type(key).__name__}: keys of the page store are str (key.hex())"
                 )
     if not "".join(keys).isascii():
         for key in keys:
@@ -30,7 +30,7 @@ def list_keys(keys: Iterable[str]) -> list[str]:
                 key.encode()
             except UnicodeEncodeError as exc:
                 raise ValueError(
-                    f"the key {_shown(key)} is no Unicode, so no message can carry it: {exc.reason}"
+                    f"the key {_shown(key)} is not valid Unicode, so it cannot be sent: {exc.reason}"
                 ) from exc
     return keys
 

@@ -124,7 +124,7 @@ class OwnedPages:
         A rest that does not fill a page is not used.
         """
         if region_id in self._by_id:
-            raise ValueError(f"region {region_id} is held already")
+            raise ValueError(f"region {region_id} is already held")
         first = len(self._states)
         region = OwnedRegion(region_id, first, length // self.page_bytes)
         self._states += bytes([_FREE]) * region.pages

@@ -122,7 +122,7 @@ def check_access(access: RmAccessResponse, handle: Handle, device: str) -> None:
     name = region_file_name(handle.region_id)
     if access.length < handle.length:
         raise CannotMap(
-            f"region {handle.region_id}: {access.length} bytes are there of {handle.length} that were granted"
+            f"region {handle.region_id}: the file has {access.length} bytes, but {handle.length} were granted"
         )
     if access.path != device and os.path.basename(access.path) != name:
         raise CannotMap(
@@ -173,7 +173,7 @@ def _receive(connection: socket.socket, n: int, deadline: float) -> bytes:
         connection.settimeout(left)
         part = connection.recv(n)
         if not part:
-            raise ConnectionResetError("it hung up")
+            raise ConnectionResetError("it closed the connection")
         parts.append(part)
         n -= len(part)
     return b"".join(parts)

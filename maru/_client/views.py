@@ -61,7 +61,7 @@ class AllocHandle:
     def buf(self) -> memoryview:
         """The memory of the page, to be written."""
         if self._state is None:
-            raise HandlerClosed(f"{self!r} was stored or freed")
+            raise HandlerClosed(f"{self!r} was already stored or freed")
         return bytes_at(self.address, self.size, self, write=True)
 
     @property
@@ -80,7 +80,7 @@ class AllocHandle:
     def _check(self, state: ClientState) -> None:
         """Raise unless this may be stored or freed by that handler."""
         if self._state is not state:
-            raise HandlerClosed(f"{self!r}" if self._state is None else f"{self!r} is another handler's")
+            raise HandlerClosed(f"{self!r}" if self._state is None else f"{self!r} belongs to another handler")
 
     def _use(self) -> int:
         """Hand over its page: the caller frees or stores it."""
@@ -207,7 +207,7 @@ class MemoryInfo:
         [found] = sums([self.address], [self.length])
         if found != pin.checksum:
             self._state.counters.damaged += 1
-            raise Damaged(f"{self.key!r}: its bytes in region {self.region_id} are not those that were stored")
+            raise Damaged(f"{self.key!r}: its bytes in region {self.region_id} do not match its checksum")
         self.check()
         self._checked = True
 

@@ -189,7 +189,7 @@ def test_a_server_that_is_not_there_is_named_once() -> None:
     with pytest.raises(maru.NoAnswer) as error:
         MaruHandler(server_url="tcp://127.0.0.1:1", pool_size="8 MiB", timeout_ms=100).connect()
     said = str(error.value)
-    assert said.startswith("Nobody answers at tcp://127.0.0.1:1: start a server")
+    assert said.startswith("No server answers at tcp://127.0.0.1:1: start a server")
     assert said.count("127.0.0.1:1:") == 1 and "not connected" not in said
 
 

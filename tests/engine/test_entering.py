@@ -833,7 +833,7 @@ async def test_a_handler_that_was_opened_in_vain_may_be_opened_again(tmp_path: P
         assert handler.connected and handle is not None and regions == [512]
         handler.free(handle)
         assert freed and handler.statistics().counters.unanswered >= 2
-        with pytest.raises(RuntimeError, match="is open"):
+        with pytest.raises(RuntimeError, match="is already open"):
             await handler.__aenter__()
 
 

@@ -340,7 +340,7 @@ async def test_closing_ends_whoever_waits_and_takes_no_longer_than_a_moment(auto
         await handler.exists("k")
     async with joined:
         assert not await handler.exists("k")
-        with pytest.raises(RuntimeError, match="is open"):
+        with pytest.raises(RuntimeError, match="is already open"):
             await handler.__aenter__()
 
 

@@ -175,7 +175,7 @@ def test_a_full_window_waits_for_an_answer_and_a_full_socket_is_no_answer():
         connection.send(call(), time.monotonic() - 1)
     dealer.full = True
     connection = connection_over(dealer)
-    with pytest.raises(NoAnswer, match="nothing"):
+    with pytest.raises(NoAnswer, match="does not read its requests"):
         connection.send(call(), time.monotonic() - 1)
 
 

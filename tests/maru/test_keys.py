@@ -19,8 +19,8 @@ NO_KEYS = [
     ([None], TypeError, "NoneType"),
     ("key", TypeError, "'key' is one key"),
     (b"key", TypeError, "is one key"),
-    (["k", "\ud800"], ValueError, "no Unicode"),
-    (["\ud83d", "\ude00"], ValueError, "no Unicode"),  # which are whole where they meet
+    (["k", "\ud800"], ValueError, "not valid Unicode"),
+    (["\ud83d", "\ude00"], ValueError, "not valid Unicode"),  # which are whole where they meet
 ]
 
 

@@ -108,7 +108,7 @@ def test_one_that_hangs_is_no_answer_and_one_that_is_not_there_is_lost():
     [
         ({"path": "/somewhere/key"}, "neither named 'maru_3.dat' nor dax_path"),
         ({"path": "/somewhere/maru_4.dat"}, "neither named 'maru_3.dat' nor dax_path"),
-        ({"length": 4095}, "4095 bytes are there of 4096 that were granted"),
+        ({"length": 4095}, "the file has 4095 bytes, but 4096 were granted"),
     ],
 )
 def test_a_resource_manager_that_names_something_else_is_not_believed(tmp_path, told, text):

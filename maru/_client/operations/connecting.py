@@ -98,7 +98,7 @@ def connect(s: ClientState) -> Operation[None]:
     except NoAnswer as exc:
         # The address first: the rest may be cut off if this is one of several reasons. The caller knows who asks.
         why = str(exc).removeprefix(f"{s!r}: ")
-        raise NoAnswer(f"Nobody answers at {s.config.server_url}: {HOW_TO_REACH} ({why})") from exc
+        raise NoAnswer(f"No server answers at {s.config.server_url}: {HOW_TO_REACH} ({why})") from exc
     if s.config.eager_map:
         yield from map_others(s)
 
@@ -115,7 +115,7 @@ def reattach(s: ClientState) -> Operation[None]:
     if not reply.success:
         raise ServerRefused("the handshake was refused")
     if reply.session is not None and not reply.lease > 0:
-        raise BadMessage(f"{s!r}: a handshake with a lease of {reply.lease} s")
+        raise BadMessage(f"{s!r}: the handshake has an invalid lease, {reply.lease} s")
     yield from check_server(s, reply)
     goes_on = s.shook_hands(reply, sent_at)
     s.unsettled = False
@@ -162,9 +162,9 @@ def check_server(s: ClientState, reply: HandshakeReply) -> Operation[None]:
         return
     if config.protocol == "own" or not may_be_published(listener, s.uid):
         raise UntrustedServer(
-            f"protocol = {config.protocol!r}: whoever answers at {config.server_url!r} speaks the published protocol only, "
-            "over which a server names the files that are mapped and written. Set protocol='published' if that is meant, "
-            "or server_url to the Unix socket of a server of this user"
+            f"protocol = {config.protocol!r}: the server at {config.server_url!r} speaks only the published protocol, "
+            "over which a server names the files that are mapped and written. Set protocol='published' if that is meant, or "
+            "server_url to the Unix socket of a server of this user"
         )
 
 

@@ -229,7 +229,7 @@ def _find(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Plac
         s.disown(pin_epoch, epoch, [names[place[0]] for place in places])
         if s.unsettled:
             yield from settle(s)
-    raise LeaseLost(f"{s!r}: the server restarts again and again")
+    raise LeaseLost(f"{s!r}: the server keeps restarting")
 
 
 def _find_published(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Place]]:
@@ -332,7 +332,7 @@ def _load(
         lengths = [place[3] for place in places]
         for at, length in zip(positions, lengths, strict=True):
             if length > sizes[at]:
-                raise ValueError(f"{length} bytes are stored under a key, and its destination has {sizes[at]}")
+                raise ValueError(f"a stored value has {length} bytes, but its destination has {sizes[at]}")
         spans, regions = s.spans, {place[1] for place in places}
         yield from _map_regions(s, regions)
         s.check_era(era)

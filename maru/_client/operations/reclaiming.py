@@ -45,7 +45,7 @@ def make_room(s: ClientState, n: int, evict: bool = True) -> Operation[list[int]
             meanwhile.
     """
     if not s.config.pool_size:
-        raise ValueError(f"{s!r} only reads: its pool_size is 0")
+        raise ValueError(f"{s!r} is read-only: its pool_size is 0")
     for step in _steps(s, n, evict):
         pages = s.pages.allocate(n)
         if pages is not None:
@@ -151,7 +151,7 @@ def _request_region(s: ClientState, size: int) -> Operation[AllocReply]:
         s.token != token
     ):  # no other task waits for this, so the session may have been lost meanwhile, and the region with it
         s.doubtful_alloc = False
-        raise ServerRefused("the session that asked for a region has ended", SESSION_GONE)
+        raise ServerRefused("the session that requested a region has ended", SESSION_GONE)
     if not reply.success:
         reply = AllocReply(False, None, reply.error)
     if reply.handle is None:

@@ -348,8 +348,8 @@ class ClientState:
         """
         if why and why != self.doubt:
             _log.warning(
-                "%r: whose process listens there cannot be checked (%s). Whoever does is believed; keys (curve_key_file, "
-                "curve_server_key) would prove who it is, and so would a Unix socket of this user",
+                "%r: the user of the listening process cannot be checked (%s), so it is trusted; keys (curve_key_file, "
+                "curve_server_key) or a Unix socket of this user would prove its identity",
                 self,
                 why,
             )
@@ -413,7 +413,7 @@ class ClientState:
         if era != self.era:
             raise LeaseLost(f"{self!r}: the server has restarted, or has ended the session")
         if self.clock() >= self.deadline:
-            raise LeaseLost(f"{self!r}: the server was not heard for {self.lease:g} s")
+            raise LeaseLost(f"{self!r}: no answer from the server for {self.lease:g} s")
 
     # --- releasing ------------------------------------------------------------------------------------------------
 
@@ -437,8 +437,8 @@ class ClientState:
         """
         if self.shortfall is None and (shortfall.granted_bytes or not self.pages.regions):
             _log.warning(
-                "%r: pool_size = %d: a region of %d bytes was refused (%s), and one of %d is used; the server has %d bytes, of "
-                "which %d were free. Set pool_size to what it has, or its capacity_bytes to more",
+                "%r: pool_size = %d: a region of %d bytes was refused (%s), so one of %d is used; the server has %d bytes, "
+                "of which %d were free. Lower pool_size, or raise the server's capacity_bytes",
                 self,
                 self.config.pool_size,
                 shortfall.wanted_bytes,
@@ -463,17 +463,17 @@ class ClientState:
         owned = sum(region.pages for region in self.pages.regions)
         page_bytes, config = self.pages.page_bytes, self.config
         if owned and not config.auto_expand:
-            most, what = owned, f"its region, which is not expanded (auto_expand), has {owned * page_bytes} bytes"
+            most, what = owned, f"its region has {owned * page_bytes} bytes, and is not expanded (auto_expand)"
         else:
             total = self.shortfall.pool_bytes
             most, what = (
                 max(owned, total // page_bytes),
-                f"the server's pool (its capacity_bytes) has {total} bytes in all",
+                f"the server's pool has {total} bytes (capacity_bytes)",
             )
         if n > most:
             raise PoolFull(
-                f"{self!r}: pool_size = {config.pool_size}: {n} pages of {page_bytes} bytes are wanted at once, and {what}. "
-                "Store fewer at once, or give the server more"
+                f"{self!r}: pool_size = {config.pool_size}: {n} pages of {page_bytes} bytes do not fit at once: {what}. "
+                "Store fewer at once, or raise that limit"
             )
 
     # --- losing ---------------------------------------------------------------------------------------------------

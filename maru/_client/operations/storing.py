@@ -208,14 +208,14 @@ def store_surely(
         attempts = [attempt for attempt, some in s.pages.in_doubt.items() if not set(some).isdisjoint(pages)]
         if not attempts:  # nothing was sent, or it was to a published server, which cannot be asked
             if PageState.QUARANTINED in map(s.pages.state, pages):
-                raise FateUnknown(f"{exc}; and this server cannot say what became of it") from exc
+                raise FateUnknown(f"{exc}; this server cannot report the outcome of the store") from exc
             raise
     for left in range(FATE_TRIES - 1, -1, -1):
         try:
             return (yield from _fate(s, keys, pages, attempts))
         except NoAnswer as exc:
             if not left:
-                raise FateUnknown(f"{exc}; nor does it say what became of a store") from exc
+                raise FateUnknown(f"{exc}; the outcome of a store is unknown") from exc
     raise AssertionError("unreachable")
 
 
@@ -368,7 +368,7 @@ def addresses(s: ClientState, pages: Sequence[int]) -> Sequence[int]:
 def _check_pages(s: ClientState, pages: Sequence[int]) -> None:
     """Raise if the session was lost since the pages were allocated."""
     if s.pages.has_ended(pages):
-        raise SessionEnded(f"{s!r}: the server has ended the session that these pages were of; store them anew")
+        raise SessionEnded(f"{s!r}: the server has ended the session of these pages; store them again")
 
 
 def _store_own(
@@ -424,7 +424,7 @@ def _send(
             s.free(pages)
         if isinstance(exc, ServerRefused) and exc.word == SESSION_GONE:
             s.unsettled = True
-            raise SessionEnded(f"{s!r}: the server has ended the session; store anew") from exc
+            raise SessionEnded(f"{s!r}: the server has ended the session; store again") from exc
         raise
 
 

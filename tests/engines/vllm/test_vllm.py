@@ -161,7 +161,7 @@ def test_a_server_that_was_never_there_is_named_and_costs_no_answer(model: str, 
     assert answer["answers"][0]["reasons"] == ["length"]
     assert answer["counts"]["scheduler"]["lookups without maru, which is unavailable"] == 1
     assert answer["counts"]["worker"] == {"chunks offered": 2, "chunks not stored": 2}
-    assert "Nobody answers at ipc://" in answer["log"]  # the address alone is in the arguments, which vLLM prints
+    assert "No server answers at ipc://" in answer["log"]  # the address alone is in the arguments, which vLLM prints
     nothing_is_left(answer)
 
 
