@@ -285,7 +285,7 @@ class ServerConfig:
         if 0 < self.capacity_bytes < LEAST_CAPACITY:
             least = as_size(LEAST_CAPACITY)
             raise ConfigError(
-                "capacity_bytes", self.capacity_bytes, f"must be 0 or at least {least}: a region has no less"
+                "capacity_bytes", self.capacity_bytes, f"must be 0 or at least {least}, the size of the smallest region"
             )
         if self.low_watermark > self.high_watermark:
             raise ConfigError(
@@ -321,7 +321,7 @@ class ServerConfig:
                 "curve_clients_file",
                 self.curve_clients_file,
                 "must name the readers of KV events that may connect over TCP, unless kv_events_insecure is set: without the "
-                "file, every reader that knows the server's public key may, and can end the server",
+                "file, every reader that knows the server's public key may connect, and can end the server",
             )
         if self.insecure:
             return
@@ -334,7 +334,7 @@ class ServerConfig:
                 "curve_clients_file",
                 self.curve_clients_file,
                 "must name the clients that may connect over TCP, unless insecure is set: without the file, every client "
-                "that knows the server's public key may, and can end the server",
+                "that knows the server's public key may connect, and can end the server",
             )
         if not is_loopback(self.rm_host):
             raise ConfigError("rm_address", self.rm_address, "must be of this host (127.0.0.1), unless insecure is set")
@@ -463,7 +463,7 @@ class MaruConfig:
             raise ConfigError("curve_server_key", self.curve_server_key, "must be set together with curve_key_file")
         if 0 < self.pool_size < self.chunk_size_bytes:
             raise ConfigError(
-                "pool_size", self.pool_size, f"must hold a page of chunk_size_bytes, {self.chunk_size_bytes}"
+                "pool_size", self.pool_size, f"must be 0 or at least chunk_size_bytes, {self.chunk_size_bytes}"
             )
 
 

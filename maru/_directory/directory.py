@@ -123,7 +123,7 @@ class Directory:
             ValueError: the token is empty or taken.
         """
         if not token or token in self._state.tokens:
-            raise ValueError("a session needs a token of its own")
+            raise ValueError("the token is empty, or belongs to another session")
         number = self._changes.open_session(token, instance_id, tenant, False, lease).number
         self._leases.set(number, now + lease + self._limits.lease_grace)
         return number
@@ -321,7 +321,7 @@ class Directory:
             ValueError: this region exists already.
         """
         if region_id in self._state.regions:
-            raise ValueError(f"there is a region {region_id} already")
+            raise ValueError(f"region {region_id} already exists")
         session = self._state.sessions[by] if by > 0 else self._published.join(by, instance_id)
         self._changes.add_region(region_id, length, session)
         return session.number

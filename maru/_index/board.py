@@ -81,7 +81,7 @@ class BoardWriter:
             BOARD_MAGIC,
             BOARD_VERSION,
         ):
-            raise NotAnIndex("this is no pin board, or one of another version")
+            raise NotAnIndex(f"this is not a pin board of version {BOARD_VERSION}")
         self._words = words
         self._free = list(range(_CELLS_AT + CELLS - 1, _CELLS_AT - 1, -1))
         self._top = 0

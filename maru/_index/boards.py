@@ -75,7 +75,7 @@ class Boards:
         if holder in self._open:
             return ""
         if self.is_full:
-            return f"{len(self._open)} sessions have a board already, and no other can"
+            return f"{len(self._open)} sessions have a board already, as many as are allowed"
         own, share = [one.opener for one in self._open.values()].count(opener), MOST_BOARDS // SHARE
         if own >= share:
             return f"{own} sessions of one connection have a board already, of at most {share}"

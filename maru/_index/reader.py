@@ -112,7 +112,7 @@ class IndexReader:
             raise NotAnIndex(f"an index has at least {MIN_BYTES} bytes, not {len(memory)}")
         words = words_of(memory)
         if words[AT_MAGIC] != MAGIC or words[AT_VERSION] != VERSION:
-            raise NotAnIndex("this is no index, or one of another version")
+            raise NotAnIndex(f"this is not an index of version {VERSION}")
         buckets = words[AT_BUCKETS]
         entries = entries_at(buckets)
         if not buckets or entries + buckets * (BUCKET_BYTES // HASH_BYTES) * ENTRY_BYTES > len(memory):

@@ -225,7 +225,7 @@ class Journal:
         path, reason = path_of(self.path, "journal", self._number), exc.strerror or str(exc)
         if lasting:
             return JournalFailed(
-                f"{path} takes nothing more until the server is restarted: fsync: {reason}", lasting=True
+                f"{path} accepts no records until the server is restarted: fsync: {reason}", lasting=True
             )
         return JournalFailed(f"{path} cannot be written now: {reason}")
 
@@ -245,7 +245,7 @@ class Journal:
                 self._begin(self._number + 1, self._end)
             except OSError as exc:  # the records may still fit here
                 self._full_at = self._end + self._segment_bytes
-                _log.warning("%r has its size, and the next segment cannot be begun: %s", self, exc)
+                _log.warning("%r is full, but the next segment cannot be created: %s", self, exc)
 
     def _check_room(self) -> None:
         """Refuse to begin a segment that would leave a compaction no room.

@@ -152,9 +152,9 @@ class Foreseen:
         if not self.lost:
             return ""
         if self.trust is Trust.PAGES_THAT_VERIFY:
-            cost = f"a start believes only pages that verify, of {self.keys[1]} keys in {self.regions[1]} regions"
+            cost = f"a start trusts only pages that verify, of {self.keys[1]} keys in {self.regions[1]} regions"
         else:
-            cost = "a start gives up {} of {} regions, and {} of {} keys".format(*self.regions, *self.keys)
+            cost = "a start discards {} of {} regions, and {} of {} keys".format(*self.regions, *self.keys)
         return f"{'; '.join(self.lost)}; {cost}"
 
 
@@ -193,8 +193,8 @@ def _refusals_of(path: str) -> Iterator[None]:
         yield
     except REFUSED as exc:
         raise JournalFailed(
-            f"the journal in {path} cannot be recovered: {str(exc) or 'no memory is left'}. Nothing of it is given up: start "
-            "the server again once that is mended"
+            f"the journal in {path} cannot be recovered: {str(exc) or 'no memory is left'}. Nothing was discarded: fix the "
+            "cause, and start the server again"
         ) from exc
 
 
@@ -254,7 +254,7 @@ def _recover(
     pool_id = pool_id or replayed.pool_id or os.urandom(16)
     trust = trust_in(same_boot=replayed.boot_id in (None, boot_id) and not suspect, lost=bool(lost))
     if replayed.cut_bytes:
-        _log.info("%s: %d bytes of a write that was never finished are cut off", path, replayed.cut_bytes)
+        _log.info("%s: %d bytes of an unfinished write were cut off", path, replayed.cut_bytes)
     for finding in lost:
         _log.error("%s", finding)
     tail, forgotten = replayed.tail, 0
@@ -263,7 +263,7 @@ def _recover(
         before = directory.statistics().entries
         image = _give_up(directory, trust, region)
         forgotten = before - len(image.keys)
-        _log.error("%s: %d of %d keys are given up: only %s are believed", path, forgotten, before, trust.value)
+        _log.error("%s: %d of %d keys were discarded: only %s are trusted", path, forgotten, before, trust.value)
         image.generation += _FAR
         tail = Tail(replayed.listing.last + 1, 0)
         body = msgspec.msgpack.encode(image)

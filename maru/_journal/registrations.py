@@ -41,5 +41,5 @@ def recorded_columns(code: int, payload: bytes) -> Columns:
     """
     request = decode_request(code, payload)
     if not isinstance(request, _REGISTERING):
-        raise BadMessage(f"code {code:#04x} registers nothing")
+        raise BadMessage(f"code {code:#04x} is not a registering request")
     return columns_of(request)

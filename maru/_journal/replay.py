@@ -107,7 +107,7 @@ def replay(
         except _Moved:  # once for each compaction that ends meanwhile
             continue
         except _BadRecord as exc:  # the record may have been applied in part: replay again, up to here
-            _log.exception("%s: a record that is whole cannot be applied", path)
+            _log.exception("%s: an intact record cannot be applied", path)
             bad = exc
 
 
@@ -150,9 +150,9 @@ class _Replay:
             break
         for number, reason in unreadable:
             if number > done.tail.number:
-                done.lost.append(f"{reason}: what it held is lost")
+                done.lost.append(f"{reason}: its contents are lost")
             else:
-                _log.warning("%s: nothing is lost, since what it replaced is still there", reason)
+                _log.warning("%s: nothing is lost, since the files that it replaced still exist", reason)
         done.pool_id = self._pool_id
         return done
 

@@ -95,18 +95,18 @@ def unpack_header(kind: Kind, data: bytes, path: str, pool_id: bytes | None, num
         raise Unusable(f"{path} ends within its header")
     magic, version, check = _PREFIX.unpack_from(data)
     if magic != _MAGIC[kind] or check != xxh3_64_intdigest(data[:12]) & _LOW:
-        raise Unusable(f"{path} does not begin as a {kind} does")
+        raise Unusable(f"{path} does not begin with the header of a {kind}")
     if version != FORMAT_VERSION:
-        raise ForeignJournal(path, f"has format {version}, and this server knows format {FORMAT_VERSION} only")
+        raise ForeignJournal(path, f"has format {version}, but this server reads only format {FORMAT_VERSION}")
     if len(data) < HEADER_BYTES:
         raise Unusable(f"{path} ends within its header")
     if _SUM.unpack_from(data, HEADER_BYTES - _SUM.size)[0] != xxh3_64_intdigest(data[: HEADER_BYTES - _SUM.size]):
         raise Unusable(f"the header of {path} is damaged")
     header = Header(*_HEADER.unpack_from(data, _PREFIX.size))
     if pool_id is not None and header.pool_id != pool_id:
-        raise ForeignJournal(path, f"belongs to the pool {header.pool_id.hex()}, and this one is {pool_id.hex()}")
+        raise ForeignJournal(path, f"belongs to the pool {header.pool_id.hex()}, not to this one, {pool_id.hex()}")
     if header.number != number:
-        raise Unusable(f"{path} was written as number {header.number}")
+        raise Unusable(f"{path} has number {header.number} in its header, not {number}")
     return header
 
 

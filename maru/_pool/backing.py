@@ -181,7 +181,7 @@ def full_is_an_answer(length: int) -> Iterator[None]:
         yield
     except OSError as exc:
         if exc.errno in _FULL:
-            raise PoolFull(f"the file system has no {length} bytes left: {exc.strerror}") from exc
+            raise PoolFull(f"the file system has less than {length} bytes left: {exc.strerror}") from exc
         raise
 
 
@@ -191,8 +191,8 @@ def not_now(path: str, exc: Exception) -> PoolUnusable:
     See rule 4.
     """
     return PoolUnusable(
-        f"{path} is there, and cannot be looked at: {exc}. Nothing of it is given up: start the server again once that is "
-        "mended"
+        f"{path} exists, but cannot be examined: {exc}. Nothing was discarded: fix the cause, and start the server "
+        "again"
     )
 
 

@@ -97,7 +97,7 @@ class Device:
             offset = self._spans.take(length)
         if offset is None:
             waiting = sum(size for _, size in self._in_use)
-            more = f"; {waiting} bytes were freed, and are still mapped by clients of before" if waiting else ""
+            more = f"; {waiting} freed bytes are still mapped by earlier clients" if waiting else ""
             raise PoolFull(
                 f"no free span of {length} bytes among {self._spans.free_bytes} free bytes of {self.path!r}{more}"
             )
@@ -245,7 +245,7 @@ def open_device(path: str, capacity_bytes: int | None) -> tuple[int, Spans]:
             raise PoolUnusable(f"{path!r} cannot hold a pool: {exc}") from exc
         spans = Spans(size if capacity_bytes is None else min(size, capacity_bytes), align)
         if not spans.total_bytes:
-            raise PoolUnusable(f"{path!r} has no {align} bytes to give")
+            raise PoolUnusable(f"{path!r} has less than {align} usable bytes")
     except BaseException:
         os.close(fd)
         raise

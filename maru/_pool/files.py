@@ -279,4 +279,4 @@ def _available_bytes() -> int:
         for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    raise PoolUnusable("how much memory is available is not known here: say a capacity")
+    raise PoolUnusable("the available memory is unknown: set capacity_bytes")

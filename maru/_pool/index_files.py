@@ -151,7 +151,7 @@ def map_board(fd: int) -> mmap.mmap:
     """
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _LENGTH_STAYS != _LENGTH_STAYS:
-            raise CannotMap("what the server handed out as a board may be cut short")
+            raise CannotMap("the board from the server is not sealed against changes of its length")
         return mmap.mmap(fd, BOARD_BYTES)
     except (OSError, ValueError) as exc:
         raise CannotMap(f"the board cannot be mapped: {exc}") from exc
@@ -167,7 +167,7 @@ def map_index(fd: int) -> mmap.mmap:
     """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise CannotMap("what the server handed out as its index is no file that this user has alone")
+        raise CannotMap("the index from the server is not a file that only this user can access")
     try:
         return mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as exc:

@@ -167,7 +167,7 @@ class Pool:
         if length <= 0:
             raise ValueError(f"a region cannot have {length} bytes")
         self._check()
-        assert self._adopted, "adopt first: what the last server left would be removed with what is allocated now"
+        assert self._adopted, "adopt first: it removes all regions that it is not given"
         length += -length % self._backing.align
         totals = self.totals()
         if length > totals.free_bytes:  # without waiting for a thread, which checks again
@@ -247,7 +247,7 @@ class Pool:
         try:
             return await self._memory.do(work)
         except OSError as exc:
-            raise PoolUnusable(f"what was removed from {self.home!r} cannot be made again: {exc}") from exc
+            raise PoolUnusable(f"the files removed from {self.home!r} cannot be made again: {exc}") from exc
 
     async def aclose(self, grace: float = 0.5) -> None:
         """Close the pool: another server may have it then. Regions stay.
@@ -386,9 +386,7 @@ def kind_of(where: str, home: str | os.PathLike[str] | None) -> Kind:
     elif (home is None or where == os.fspath(home)) and not where.startswith("/dev/dax"):
         return "files"
     else:
-        raise PoolUnusable(
-            f"there is no device {where!r}: dax_path names a device, a file or a directory that is there"
-        )
+        raise PoolUnusable(f"there is no device {where!r}: dax_path must name an existing device, file or directory")
     if home is None:
-        raise PoolUnusable(f"{where!r} cannot keep what outlives the server: name a directory for that")
+        raise PoolUnusable(f"{where!r} cannot hold the files that outlive the server: name a directory for them")
     return kind

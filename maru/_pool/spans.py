@@ -75,7 +75,7 @@ class Spans:
         end = offset + length
         follows = at and self._offsets[at - 1] + self._lengths[at - 1]
         if end > self.total_bytes or follows > offset or (at < len(self._offsets) and end > self._offsets[at]):
-            raise ValueError(f"{length} bytes at {offset} are free already, or are not here")
+            raise ValueError(f"{length} bytes at {offset} are already free, or out of range")
         self.free_bytes += length
         if at < len(self._offsets) and end == self._offsets[at]:
             length += self._lengths.pop(at)

@@ -92,7 +92,7 @@ class StateDirectory:
             self._state = self._read_state(is_new)
         except OSError as exc:
             self.close()
-            raise PoolUnusable(f"what is kept in {self.path!r} can be neither read nor written: {exc}") from exc
+            raise PoolUnusable(f"the state in {self.path!r} cannot be read or written: {exc}") from exc
         except BaseException:
             self.close()
             raise
@@ -304,7 +304,7 @@ def _read(directory: int, path: str, name: str, kind: type[S]) -> S | None:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        _log.warning("%s/%s is damaged (%s), and is written anew", path, name, exc)
+        _log.warning("%s/%s is damaged (%s), and is replaced", path, name, exc)
         return None
 
 

@@ -141,7 +141,7 @@ class Committer:
             except JournalFailed as exc:
                 self._broken = exc
                 if before is None:
-                    _log.error("answers are kept back: %s", exc)
+                    _log.error("replies are withheld: %s", exc)
                     if getattr(exc.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                         self._make_room()
                     self._changed.unpark_all()

@@ -261,7 +261,7 @@ class Indexes:
                 await self._drop_unused()
                 self._drop_empty()
             if len(self._files) >= MOST_TENANTS:
-                raise CannotMap(f"{MOST_TENANTS} tenants have an index already")
+                raise CannotMap(f"{MOST_TENANTS} tenants already have an index")
             await self._make(tenant, max(LEAST_KEYS, 2 * await self._count_keys(tenant)))
         if tenant not in self._files:  # it gave way while it was made
             raise CannotMap("the disk of the pool is full")

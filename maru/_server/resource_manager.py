@@ -114,7 +114,7 @@ class ByClient:
     async def free(self, client_id: str, region_id: int) -> None:
         """Free a region; see :class:`Regions`."""
         if self._owners.get(region_id) != client_id:
-            raise NotOwner(f"region {region_id} is not one of {client_id!r}")
+            raise NotOwner(f"region {region_id} does not belong to {client_id!r}")
         del self._owners[region_id]
         await self._free(region_id)
 
@@ -194,7 +194,7 @@ class ResourceManager:
         """
         async with await open_listener(host, port) as listener:
             if not insecure and not is_loopback(listener):
-                raise ValueError(f"{host!r} is reached from other hosts, and the resource manager knows no keys")
+                raise ValueError(f"{host!r} is reachable from other hosts, but the resource manager supports no keys")
             async with trio.open_nursery() as nursery:
                 task_status.started(address_of(listener))
                 await trio.serve_listeners(self._serve, [listener], handler_nursery=nursery)

@@ -383,12 +383,12 @@ class MaruServer:
                 total, limit,
             )  # fmt: skip
         if config.insecure:
-            _log.warning("insecure: whoever reaches %s may read, drop and map", everywhere)
+            _log.warning("insecure: every process that reaches %s may read and drop keys, and map regions", everywhere)
         if not (config.relayed or config.rm_host):
             return
         if self._find_user is None and not config.insecure:
             _log.warning(
-                "the kernel does not tell whose connections are whose: every user of this host may use %s", everywhere
+                "the users of connections cannot be determined: every user of this host may use %s", everywhere
             )
         if self._most_connections < config.max_connections:
             _log.warning(
@@ -513,7 +513,7 @@ class MaruServer:
                 # Frames sent meanwhile are still in the sockets: they are read before the next tick ends anything.
                 _log.log(
                     logging.WARNING if served.away - away > 1.0 else logging.DEBUG,
-                    "the server stood still for %.1f s: all leases last as much longer",
+                    "the server was stopped for %.1f s: all leases are extended by that time",
                     served.away - away,
                 )
             else:

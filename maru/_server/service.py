@@ -409,7 +409,7 @@ class Service:
         """Return a token's session, renew its lease, and record its connection."""
         session_id = self.directory.session_of(token)
         if session_id is None:
-            raise Refused(Word.NO_SESSION, "this session is not known, or its lease is over")
+            raise Refused(Word.NO_SESSION, "this session is unknown, or its lease is over")
         self.directory.renew(session_id, now)
         self._speak(peer, session_id)
         return session_id
@@ -462,7 +462,7 @@ class Service:
                 raise Refused(Word.TOO_MANY, reason)
             lease = config.session_lease if message.lease is None else message.lease
             if not 0 < lease < math.inf:
-                raise Refused(Word.MALFORMED, f"a lease cannot be {lease}")
+                raise Refused(Word.MALFORMED, f"lease = {lease}: must be positive and finite")
             lease = min(max(lease, config.min_lease), config.max_lease)
             token = self.new_token()
             instance_id = message.instance_id or token.hex()
@@ -495,9 +495,9 @@ class Service:
         most = self.config.max_sessions
         each = max(_SESSIONS_LEAST, most // _SESSIONS_SHARE)
         if len(peer.opened) >= each:
-            return f"{each} sessions were opened over this connection already, and no more may be"
+            return f"{each} sessions were already opened over this connection, as many as may be"
         if self.directory.session_count >= most and not self._end_silent(now):
-            return f"there are {most} sessions already; max_sessions of the server says how many it keeps"
+            return f"there are {most} sessions already, as many as max_sessions of the server allows"
         return ""
 
     def _end_silent(self, now: float) -> bool:
@@ -551,19 +551,19 @@ class Service:
         opener = self._openers.get(holder, peer)
         own = sum(map(directory.pin_entries, {*opener.opened, opener.connection, holder} - {0})) + more
         if own > each or pinned > _MOST_PINS:
-            raise Refused(Word.TOO_MANY, f"{own} pins would be of one connection, of at most {each}; {pinned} of all")
+            raise Refused(Word.TOO_MANY, f"one connection would have {own} pins, of at most {each}; all have {pinned}")
 
     def check_keys(self, keys: list[str]) -> None:
         """Refuse a batch that is larger than configured."""
         if len(keys) > self.config.max_keys:
-            raise Refused(Word.TOO_MANY, f"{len(keys)} keys at once; at most {self.config.max_keys} are taken")
+            raise Refused(Word.TOO_MANY, f"{len(keys)} keys at once; at most {self.config.max_keys} are allowed")
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def allocate(self, peer: Peer, header: Header, size: int, instance_id: str, token: bytes | None) -> None:
         """Ask the shell for memory; the reply follows when it is decided."""
         if peer.allocating >= self.config.max_in_flight:
-            raise Refused(Word.TOO_MANY, f"{peer.allocating} requests for memory wait already")
+            raise Refused(Word.TOO_MANY, f"{peer.allocating} requests for memory are already waiting")
         if self.closed:
             raise Refused(Word.CLOSED, "the server is leaving")
         peer.allocating += 1

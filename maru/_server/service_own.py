@@ -239,7 +239,7 @@ def reclaim(
     """
     session_id = _enter(service, peer, message, now)
     if service.directory.quiet(now):
-        raise Refused(Word.QUIET, "the server has restarted: what was being read may not go yet")
+        raise Refused(Word.QUIET, "the server has restarted: keys that were being read may not be evicted yet")
     pages = max(0, message.pages)
     dropped = yield from service.directory.reclaiming(session_id, pages, now, request_id=message.request_id)
     service.check_session(message.session, session_id)
@@ -303,7 +303,7 @@ def region(service: Service, peer: Peer, header: Header, message: RegionRequest,
         raise Refused(Word.REFUSED, f"there is no region {message.region_id}")
     length, owner = there
     if message.write and owner != session_id:
-        raise Refused(Word.REFUSED, f"region {message.region_id} is somebody else's: it can only be read")
+        raise Refused(Word.REFUSED, f"region {message.region_id} belongs to another client: it can only be read")
     offset = service.handle_of(message.region_id).offset
     capability = issue(service.secret, message.region_id, offset, length, message.write, service.epoch, message.session)
     pending = service.directory.pending(session_id, now)
@@ -364,10 +364,10 @@ def list_keys(
     directory, listings = service.directory, service.listings
     if not message.cursor:
         if now < peer.listing_due:
-            raise Refused(Word.TOO_MANY, "this connection has begun a listing a moment ago: ask again later")
+            raise Refused(Word.TOO_MANY, "this connection began a listing a moment ago: ask again later")
         listings.pop(peer, None)
         if len(listings) >= _LISTINGS and not _end_slow_listing(listings, now):
-            raise Refused(Word.TOO_MANY, f"{_LISTINGS} clients list keys already: ask again later")
+            raise Refused(Word.TOO_MANY, f"{_LISTINGS} clients are already listing keys: ask again later")
         listing = Listing(session_id, directory.list_keys(), now)
         peer.listing_due = now + len(listing.names) // _LOOKED * _LISTING_PAUSE
     else:
@@ -407,7 +407,7 @@ def place_of(location: Location) -> bytes:
 
 def _check_pin_epoch(service: Service, session_id: int, pin_epoch: int) -> None:
     if not service.directory.enter_pin_epoch(session_id, pin_epoch):
-        raise Refused(Word.FENCED, f"pin epoch {pin_epoch} was over before this arrived")
+        raise Refused(Word.FENCED, f"pin epoch {pin_epoch} was over before this request arrived")
 
 
 def _enter(service: Service, peer: Peer, message: OwnRequest, now: float) -> int:

@@ -68,11 +68,11 @@ _MAX_INSTANCES: Final = 1_024
 _NEW, _DUPLICATE = int(StoreStatus.NEW), int(StoreStatus.DUPLICATE)
 _REASONS = {
     StoreStatus.PINNED: "its offset holds another key, which is pinned or may be",
-    StoreStatus.FOREIGN: "its region is unknown, handed back, or somebody else's",
+    StoreStatus.FOREIGN: "its region is unknown, returned, or owned by another client",
     StoreStatus.RANGE: "it lies outside of its region, or has no length",
-    StoreStatus.QUOTA: "a quota is used up, and nothing may go",
+    StoreStatus.QUOTA: "a quota is used up, and nothing can be evicted",
     StoreStatus.KEY: "it is too long, or there are too many keys",
-    StoreStatus.BUSY: "its page is on the way back to its owner, or too many are that the owner has not acknowledged",
+    StoreStatus.BUSY: "its page is being returned to its owner, or too many returned pages are not acknowledged",
 }
 
 # --- regions ------------------------------------------------------------------------------------------------------

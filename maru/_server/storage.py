@@ -83,7 +83,7 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
             # Before anything else: from here on an index left by an earlier server would be out of date.
             await run_in_thread(retire_left, pool.home)
         except OSError as exc:
-            raise PoolUnusable(f"an index that an earlier server has left cannot be retired: {exc}") from exc
+            raise PoolUnusable(f"the index of an earlier server cannot be retired: {exc}") from exc
         recovered = journal = None
         order = LazyOrder()
         directory = Directory(limits, order.policy)
@@ -145,7 +145,7 @@ async def _agree(pool: Pool, directory: Directory) -> None:
     adoption = await pool.adopt((region_id, there[0]) for region_id, there in known.items() if there is not None)
     for region_id in (*adoption.missing, *adoption.short):
         keys = directory.drop_region(region_id)
-        _log.warning("region %d has no memory any more: %d keys went with it", region_id, keys)
+        _log.warning("region %d has lost its memory: %d keys were dropped", region_id, keys)
     if adoption.swept:
-        _log.info("%d regions that nobody knows were removed", adoption.swept)
+        _log.info("%d unknown regions were removed", adoption.swept)
     directory.take_dropped()  # all of these are gone already

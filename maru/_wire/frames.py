@@ -144,7 +144,7 @@ def read_header(frame: Buffer) -> Header:
     if magic != _MAGIC or version != _VERSION:
         raise BadFrame(f"magic {magic:#06x} and version {version} are not {_MAGIC:#06x} and {_VERSION}")
     if length > len(frame) - HEADER_BYTES:
-        raise BadFrame(f"a body of {length} bytes in a frame of {len(frame)}")
+        raise BadFrame(f"a body of {length} bytes does not fit into a frame of {len(frame)}")
     return Header(code, flags, sequence, length)
 
 

@@ -98,7 +98,7 @@ class HandshakeRequest(Message, frozen=True):
         try:
             return _scalar_decoder.decode(raw)
         except msgspec.ValidationError as exc:
-            raise ValueError(f"client_version is no scalar: {exc}") from exc
+            raise ValueError(f"client_version is not a scalar: {exc}") from exc
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, gc=False):

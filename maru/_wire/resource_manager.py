@@ -188,7 +188,7 @@ def read_rm_header(header: Buffer) -> RmHeader:
         BadFrame: too short, another magic or version, or a body over MAX_PAYLOAD_BYTES.
     """
     if len(header) < HEADER_BYTES:
-        raise BadFrame(f"{len(header)} bytes are no header")
+        raise BadFrame(f"{len(header)} bytes are too few for a header")
     magic, version, kind, length = _HEADER.unpack_from(header)
     if magic != _MAGIC or version != _VERSION:
         raise BadFrame(f"magic {magic:#010x} and version {version} are not {_MAGIC:#010x} and {_VERSION}")
@@ -281,7 +281,7 @@ def decode_rm_request(kind: int, body: Buffer) -> RmRequest:
     """
     reader = _REQUESTS.get(kind)
     if reader is None:
-        raise BadMessage(f"type {kind} is no request")
+        raise BadMessage(f"type {kind} is not a request")
     return _decoded(kind, body, reader)
 
 
@@ -293,7 +293,7 @@ def decode_rm_response(kind: int, body: Buffer) -> RmResponse:
     """
     reader = _RESPONSES.get(kind)
     if reader is None:
-        raise BadMessage(f"type {kind} is no response")
+        raise BadMessage(f"type {kind} is not a response")
     return _decoded(kind, body, reader)
 
 
@@ -319,7 +319,7 @@ class _Cursor:
     def take(self, n: int) -> bytes:
         end = self._at + n
         if end > len(self._body):
-            raise BadMessage(f"{n} bytes at {self._at} go beyond the {len(self._body)} of the body")
+            raise BadMessage(f"{n} bytes at {self._at} exceed the body of {len(self._body)} bytes")
         taken = self._body[self._at : end]
         self._at = end
         return taken

@@ -86,7 +86,7 @@ def read_all(fd: int, view: bytearray | memoryview, at: int) -> None:
     """
     done = read_up_to(fd, view, at=at)
     if done < _size_of(view):
-        raise OSError(errno.EIO, f"the file ends at byte {at + done}, and {_size_of(view)} bytes from {at} were wanted")
+        raise OSError(errno.EIO, f"the file ends at byte {at + done}, but {_size_of(view)} bytes from {at} are needed")
 
 
 def read_head(fd: int, most: int, at: int = 0) -> bytes:
@@ -150,4 +150,4 @@ def _behind(parts: tuple[Bytes, ...], done: int) -> tuple[memoryview, ...]:
 
 def _check_moved(done: int) -> None:
     if not done:  # rule 2
-        raise OSError(errno.EIO, "the kernel took no byte of a write, and named no reason")
+        raise OSError(errno.EIO, "the kernel wrote no bytes, and returned no error")

@@ -79,7 +79,7 @@ def check_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_DESCRIPTORS, hard))
     elif soft < LEAST_DESCRIPTORS:
         raise EnvironmentFault(
-            f"this process may have {soft} files open at once, and needs {LEAST_DESCRIPTORS}: raise `ulimit -n`"
+            f"this process may have only {soft} files open, but needs {LEAST_DESCRIPTORS}: raise `ulimit -n`"
         )
 
 
@@ -125,7 +125,7 @@ class Commands(ProgramGroup):
             command = getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
             raise EnvironmentFault(_missing(f"{ctx.command_path} {cmd_name}", module, error)) from error
-        assert isinstance(command, click.Command), f"{module}:{attribute} is no command"
+        assert isinstance(command, click.Command), f"{module}:{attribute} is not a command"
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -219,11 +219,11 @@ def output_file(kind: OutputKind, suffix: str = "") -> Callable[[str], str]:
     def file(text: str) -> str:
         path = Path(text)
         if not text.lower().endswith(suffix):
-            raise click.BadParameter(f"{text}: the name of {kind.name} ends in {suffix}")
+            raise click.BadParameter(f"{text}: the name of {kind.name} must end in {suffix}")
         try:
             why = kind.why_not(path)
         except OSError as error:
-            why = f"cannot be looked at: {error.strerror or error}"
+            why = f"cannot be examined: {error.strerror or error}"
         if why:
             raise click.BadParameter(f"{text} {why}")
         if not path.parent.is_dir():
@@ -245,7 +245,7 @@ def output_directory(text: str) -> str:
     while not there.exists():
         there = there.parent
     if not there.is_dir():
-        raise click.BadParameter(f"{text}: {there} is no directory")
+        raise click.BadParameter(f"{text}: {there} is not a directory")
     if not os.access(there, os.W_OK):
         raise click.BadParameter(f"{text}: this user may not write in {there}")
     return text

@@ -241,11 +241,11 @@ class DescriptorServer:
         region = self._pool.find(request.region_id)
         # The capability is checked first, so that a peer without one does not learn which regions exist.
         if not self._permits(request):
-            return _Reply(errno.EACCES, "this capability is not for that", 0, 0)
+            return _Reply(errno.EACCES, "this capability does not permit this request", 0, 0)
         if region is None:
             return _Reply(errno.ENOENT, f"there is no region {request.region_id}", 0, 0)
         if not region.offset <= request.offset <= request.offset + request.length <= region.offset + region.length:
-            return _Reply(errno.ERANGE, f"this is not inside region {request.region_id}", 0, 0)
+            return _Reply(errno.ERANGE, f"the requested bytes are not inside region {request.region_id}", 0, 0)
         return None
 
     async def _send(self, peer: trio.socket.SocketType, reply: _Reply, fd: int = -1) -> None:
@@ -296,16 +296,16 @@ def fetch_descriptor(path: str, request: DescriptorRequest, timeout: float) -> t
     fds = descriptors_in(attached)
     try:
         if not message:
-            raise ServerLost(f"{path!r} hung up")
+            raise ServerLost(f"{path!r} closed the connection")
         reply = _decode(message, _Reply)
         if reply.status == errno.EACCES:
             raise NotOwner(reply.text)
         if reply.status:
             raise ServerRefused(reply.text, "refused")
         if len(fds) != 1 or flags & socket.MSG_CTRUNC:
-            raise BadMessage(f"{len(fds)} descriptors came instead of one; too few may be left in this process")
+            raise BadMessage(f"{len(fds)} descriptors were received instead of one; this process may have too few left")
         if (reply.offset, reply.length) != (request.offset, request.length):
-            raise BadMessage("the descriptor that came is for something else")
+            raise BadMessage("the received descriptor does not match the request")
         return fds.pop(), reply.offset, reply.length
     finally:
         for fd in fds:
@@ -340,4 +340,4 @@ def _decode(message: bytes, kind: type[M]) -> M:
     try:
         return msgspec.msgpack.decode(message, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise BadMessage(f"no {kind.__name__}: {exc}") from exc
+        raise BadMessage(f"not a {kind.__name__}: {exc}") from exc

@@ -42,7 +42,7 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
     """
     status = os.stat(path)
     if stat.S_ISFIFO(status.st_mode) and not _is_open_pipe(path, status):
-        raise OSError(errno.ESPIPE, "is a named pipe, which would be waited for: name a file", os.fspath(path))
+        raise OSError(errno.ESPIPE, "is a named pipe, which would block: name a file", os.fspath(path))
     return open(path, "rb")
 
 
@@ -83,7 +83,7 @@ class OutputKind:
             return "" if usable else "is neither a file nor a device: name a new file"
         with open(path, "rb") as file:
             first = file.read(len(self.begins))
-        return "" if first in (b"", self.begins) else f"is there already, and is not {self.name}: name a new file"
+        return "" if first in (b"", self.begins) else f"already exists, and is not {self.name}: name a new file"
 
     def write(self, path: str | os.PathLike[str], data: bytes) -> None:
         """Write a file, or replace one of this kind.

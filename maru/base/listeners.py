@@ -45,7 +45,7 @@ def find_tcp_listener(host: str, port: int) -> Listener:
     except (OSError, ValueError, IndexError) as exc:
         return Listener(unknown=str(exc))
     if not users:
-        return Listener(unknown="no socket is there that the kernel shows to this process")
+        return Listener(unknown="the kernel shows this process no such socket")
     return Listener(users)
 
 

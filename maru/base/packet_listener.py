@@ -126,7 +126,7 @@ class PacketListener:
                 taken = peer_uid(accepted) == os.geteuid() and take(accepted)
                 if taken and self._is_short:
                     self._is_short = False
-                    _log.warning("%s: clients are taken again", self.path)
+                    _log.warning("%s: clients are accepted again", self.path)
             except OSError as exc:
                 taken = False
                 self._note_shortage(exc)
@@ -147,7 +147,7 @@ class PacketListener:
         if is_there:
             return []
         if is_there is not None:
-            raise PoolInUse(f"{self.path!r} is another server's by now")
+            raise PoolInUse(f"{self.path!r} now belongs to another server")
         listening = listen(self.path)
         self._inode = os.stat(self.path).st_ino
         before, self._listening = self._listening, listening
@@ -160,9 +160,7 @@ class PacketListener:
         """Log a refusal, if the previous connection was accepted."""
         if not self._is_short:
             self._is_short = True
-            _log.warning(
-                "%s: clients are turned away until there are descriptors: %s; raise `ulimit -n`", self.path, exc
-            )
+            _log.warning("%s: clients are refused until descriptors are free: %s; raise `ulimit -n`", self.path, exc)
 
     def _hang_up_on_one(self) -> bool:
         """Accept one client with the spare descriptor, and hang up.

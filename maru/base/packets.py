@@ -126,14 +126,14 @@ class PacketConnection:
         Raises:
             BlockingIOError: there is none yet.
             Shortage: there is no descriptor to receive it with. The frame stays the next one.
-            ConnectionResetError: the peer has hung up.
+            ConnectionResetError: the peer closed the connection.
             BadPacket: the frame is malformed. The caller must close the connection.
             OSError: the connection is over.
         """
         n, _, flags, _ = self._look(self._buffers, 0, _LOOK)
         if not flags & _CUT:
             if not n:
-                raise ConnectionResetError("the peer has hung up")
+                raise ConnectionResetError("the peer closed the connection")
             self._take(self._first)  # the kernel drops the rest of the packet
             return bytes(self._view[:n])
         try:
@@ -207,7 +207,7 @@ class PacketConnection:
         descriptors = descriptors_in(attached)
         try:
             if flags & _CUT == _DROPPED and not descriptors:
-                raise Shortage("there is no descriptor to take a large frame in with")
+                raise Shortage("no descriptor is left to receive a large frame")
             self._take(self._first)
             if flags & _CUT or len(descriptors) != 1 or n != _SIZE.size:
                 raise BadPacket(f"a packet of {n} bytes with {len(descriptors)} descriptors, flags {flags:#x}")
@@ -218,13 +218,13 @@ class PacketConnection:
 
     def _read_sealed(self, descriptor: int, size: int) -> bytes:
         if not 0 < size <= self._max_bytes:
-            raise BadPacket(f"a frame of {size} bytes, and {self._max_bytes} are taken")
+            raise BadPacket(f"a frame of {size} bytes; at most {self._max_bytes} are accepted")
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         except OSError:  # not a memfd
             seals = 0
         if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != size:
-            raise BadPacket("a descriptor that is no sealed memory of the size that was said")
+            raise BadPacket("a descriptor of memory that is not sealed, or not of the announced size")
         frame = read_head(descriptor, size)
         if len(frame) != size:
             raise BadPacket("a descriptor whose memory ends early")
@@ -283,7 +283,7 @@ def listen(path: str) -> socket.socket:
     try:
         status = os.stat(directory)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PoolUnusable(f"others may enter {directory!r}: a socket there needs its directory to have mode 0700")
+            raise PoolUnusable(f"others may enter {directory!r}: the directory of a socket must have mode 0700")
         check_socket(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -309,7 +309,7 @@ def check_socket(path: str) -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise PoolUnusable(f"{path!r} is there, and is no socket")
+            raise PoolUnusable(f"{path!r} exists, and is not a socket")
 
 
 @contextlib.contextmanager

@@ -45,5 +45,5 @@ def unpacked(column: bytes) -> list[int]:
         BadFrame: the length is not a multiple of four.
     """
     if len(column) % 4:
-        raise BadFrame(f"{len(column)} bytes are no column of numbers")
+        raise BadFrame(f"{len(column)} bytes are not a column of numbers")
     return array("I", column).tolist()

@@ -56,7 +56,7 @@ class Bare:
             read(answer)
         rate = len(messages) / (perf_counter() - start)
         if not is_right(answer):
-            raise BenchFailed(f"code {code:#04x}: the wrong answer: {str(answer)[:200]}")
+            raise BenchFailed(f"code {code:#04x}: wrong answer: {str(answer)[:200]}")
         return rate
 
     def greet(self, lease: float) -> bytes:

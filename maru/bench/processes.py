@@ -104,7 +104,7 @@ class Child:
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise BenchFailed(f"{self._process.args!r} has said nothing for {patience:g} s")
+                raise BenchFailed(f"{self._process.args!r} has printed nothing for {patience:g} s")
             part = read_some(descriptor, 1 << 16)
             if not part:
                 self._said.seek(0)

@@ -67,7 +67,7 @@ def _refused(call: Callable[[], object]) -> CudaError:
         call()
     except CudaError as error:
         return error
-    raise AssertionError("the driver took it")
+    raise AssertionError("the driver accepted the call")
 
 
 def copies_arrive_both_ways(driver: Driver) -> None:

@@ -307,7 +307,7 @@ class FakeCuda:
             if steps := self._steps():
                 steps[self.choose(len(steps))]()
             elif not self._changed.wait(_PATIENCE):
-                raise AssertionError("a synchronization waits for work that nothing lets go on")
+                raise AssertionError("a synchronization waits for work that never continues")
         return self._lost.get(device or 0, 0)
 
     # --- threads and devices ------------------------------------------------------------------------------------------
@@ -507,7 +507,7 @@ class FakeCuda:
         if not self.batches:
             return NOT_SUPPORTED
         if n > _MOST_PIECES:
-            raise AssertionError(f"a batch of {n} copies")
+            raise AssertionError(f"a batch of {n} copies: must be at most {_MOST_PIECES}")
         if not self.host_pointers:
             self._lost[self._here()] = ILLEGAL_ADDRESS
             return 0

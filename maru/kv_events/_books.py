@@ -112,7 +112,7 @@ class KeyWatchers(Generic[K]):
         try:
             tell(keys)
         except Exception:
-            _log.exception("%r raised, and is not told of keys any more", watcher)
+            _log.exception("%r raised, and is no longer notified of keys", watcher)
             self._remove(watcher)
 
     def _remove(self, watcher: KeyWatcher[K]) -> None:

@@ -118,7 +118,7 @@ class EventLog:
             now: the time, in seconds since 1970.
             names: returns the block hashes of some keys.
         """
-        assert self._begun and not self._collected, "what was collected would be told after what it led to"
+        assert self._begun and not self._collected, "collected changes must be published before an answer"
         return self._answers(held, now, names, self._last)
 
     def _answers(

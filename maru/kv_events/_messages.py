@@ -110,9 +110,9 @@ def unpack_batch(payload: bytes) -> Batch:
     try:
         batch = _unpack(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:  # ValueError: a text that is not UTF-8
-        raise BadEvent(f"no batch of KV events: {exc}") from None
+        raise BadEvent(f"not a batch of KV events: {exc}") from None
     if batch.epoch <= 0:
-        raise BadEvent(f"epoch = {batch.epoch}: without one, a restart of the publisher could not be told from silence")
+        raise BadEvent(f"epoch = {batch.epoch}: must be positive, since it alone shows a restart of the publisher")
     return batch
 
 
@@ -204,7 +204,7 @@ def unpack_answer(frames: Sequence[bytes]) -> Answer:
         BadEvent: the frames are not an answer.
     """
     if not 4 <= len(frames) <= 5 or frames[0] or any(len(number) != 8 for number in (frames[2], *frames[4:])):
-        raise BadEvent(f"no answer to a request for KV events: frames of {[*map(len, frames)]} bytes")
+        raise BadEvent(f"not an answer to a request for KV events: frames of {[*map(len, frames)]} bytes")
     number = None if frames[2] == END else int.from_bytes(frames[2], "big")
     return Answer(number, frames[3], int.from_bytes(frames[4], "big") if len(frames) == 5 else None)
 

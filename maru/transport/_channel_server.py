@@ -211,7 +211,7 @@ class ChannelServer:
             trio.ClosedResourceError: the server was closed.
         """
         if self._receiver is not None:
-            raise trio.BusyResourceError("one task reads a channel")
+            raise trio.BusyResourceError("another task already reads this channel")
         self._receiver = receiver = Waiter(self._watch)
         self._wanted, self._batch = most, []
         try:

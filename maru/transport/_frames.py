@@ -231,7 +231,7 @@ def check_free(path: str, kind: sockets.SocketKind = sockets.SOCK_STREAM) -> Non
     name = "\0" + path[1:] if path.startswith("@") else path
     try:
         if not path.startswith("@") and not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise FileExistsError(errno.EEXIST, "there is a file that is not a socket", path)
+            raise FileExistsError(errno.EEXIST, "the path exists and is not a socket", path)
     except FileNotFoundError:
         return
     with sockets.socket(sockets.AF_UNIX, kind) as probe:
@@ -240,4 +240,4 @@ def check_free(path: str, kind: sockets.SocketKind = sockets.SOCK_STREAM) -> Non
         with suppress(ConnectionRefusedError, FileNotFoundError):
             with suppress(BlockingIOError):
                 probe.connect(name)
-            raise OSError(errno.EADDRINUSE, f"a server listens at ipc://{path}")
+            raise OSError(errno.EADDRINUSE, f"a server already listens at ipc://{path}")

@@ -52,7 +52,7 @@ def open_socket(
             ROUTER.
     """
     if on_gone is not None and kind != "router":
-        raise ValueError("only a router knows its peers")
+        raise ValueError(f"on_gone needs kind = 'router', not {kind!r}")
     return _OpenSocket(
         lambda: TrioSocket(kind, options or SocketOptions(), on_messages, on_gone, on_link), (bind, connect, topics)
     )

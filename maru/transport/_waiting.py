@@ -156,7 +156,7 @@ class Expected(Waiter):
             BaseException: the error passed to :meth:`fail`.
         """
         if self._waited_for:
-            raise trio.BusyResourceError("another task waits for this")
+            raise trio.BusyResourceError("another task already waits for this")
         self._waited_for = True
         try:
             await self.watch.until(self)

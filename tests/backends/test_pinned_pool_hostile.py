@@ -330,7 +330,7 @@ def test_another_users_channel_is_told_nothing() -> None:
         (Listener(frozenset({0})), True),
         (Listener(frozenset({77})), False),
         (Listener(frozenset({os.geteuid(), 77})), False),
-        (Listener(unknown="no socket is there"), True),
+        (Listener(unknown="the kernel shows this process no such socket"), True),
     ],
     ids=["ours", "root's", "another's", "both", "unknown"],
 )

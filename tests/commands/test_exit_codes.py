@@ -199,7 +199,7 @@ def test_too_few_descriptors_are_told_before_zeromq_ends_the_process(here: Path)
     command = f"{sys.executable} -m offload replay trace.jsonl --tier maru"
     done = subprocess.run(["bash", "-c", f"ulimit -n 16; {command}"], capture_output=True, text=True, cwd=here)
     assert done.returncode == 3
-    assert done.stderr == "Error: this process may have 16 files open at once, and needs 128: raise `ulimit -n`\n"
+    assert done.stderr == "Error: this process may have only 16 files open, but needs 128: raise `ulimit -n`\n"
 
 
 def test_a_soft_limit_of_descriptors_is_raised(here: Path) -> None:
@@ -233,7 +233,7 @@ def test_what_can_be_written_is_no_complaint(here: Path) -> None:
         assert invoke("scenario", "run", "plain.scenario.toml", "--junit", place).exit_code == 0
     assert invoke("scenario", "fuzz", "--seeds", "1..1", "--keep", "a/b/c").exit_code == 0
     assert "is a directory" in refused("scenario", "run", "plain.scenario.toml", "--junit", ".")
-    assert "trace.jsonl is no directory" in refused("scenario", "fuzz", "--keep", "trace.jsonl/below")
+    assert "trace.jsonl is not a directory" in refused("scenario", "fuzz", "--keep", "trace.jsonl/below")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")

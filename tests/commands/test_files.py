@@ -60,7 +60,7 @@ WRITES: Final = (
 def test_another_kind_of_file_is_kept(here: Path, arguments: tuple[str, ...]) -> None:
     done = invoke(*arguments, "victim")
     assert done.exit_code == 2, done.output
-    assert "victim is there already" in done.stderr
+    assert "victim already exists" in done.stderr
     assert "name a new file" in done.stderr
     assert (here / "victim").read_text() == VICTIM
 
@@ -76,7 +76,7 @@ def test_a_picture_replaces_only_a_picture(here: Path) -> None:
     (here / "victim.svg").write_text(VICTIM)
     done = invoke("replay", "trace.jsonl", "--compare-eviction", "--picture", "victim.svg")
     assert done.exit_code == 2
-    assert "victim.svg is there already, and is not a picture" in done.stderr
+    assert "victim.svg already exists, and is not a picture" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_deeply_nested_file_is_refused(here: Path, text: str) -> None:
 
 def test_a_recorder_keeps_a_file_that_is_none(here: Path) -> None:
     for _ in range(2):  # the second start moved the first victim's copy away
-        with pytest.raises(ConfigError, match="victim is there already, and is not a recording"):
+        with pytest.raises(ConfigError, match="victim already exists, and is not a recording"):
             FlightRecorder("victim")
         assert (here / "victim").read_text() == VICTIM
         assert not (here / "victim.before").exists()
@@ -148,7 +148,7 @@ def test_a_recorder_keeps_a_file_that_is_none(here: Path) -> None:
 
 def test_a_recorder_keeps_what_has_the_name_of_its_last_ring(here: Path) -> None:
     (here / "ring.before").write_text(VICTIM)
-    with pytest.raises(ConfigError, match=r"ring\.before is there already"):
+    with pytest.raises(ConfigError, match=r"ring\.before already exists"):
         FlightRecorder("ring")
     assert (here / "ring.before").read_text() == VICTIM
     assert (here / "ring").exists()

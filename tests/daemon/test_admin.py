@@ -281,7 +281,7 @@ async def test_a_file_that_no_daemon_made_is_no_place_for_its_token(path):
     os.makedirs(f"{path}-ops", 0o700)
     token = trio.Path(f"{path}-ops/it.token")
     await token.write_bytes(TOKEN)
-    with pytest.raises(ConfigError, match=r"it.token is there already, and is not a token of a daemon"):
+    with pytest.raises(ConfigError, match=r"it.token already exists, and is not a token of a daemon"):
         async with daemon(path, admin=f"ipc://{path}-ops/it.sock"):
             pass
     assert await token.read_bytes() == TOKEN

@@ -133,7 +133,7 @@ def port():
         ),
         (
             '[daemon]\nruntime_dir = "ours"\nadmin = "ipc://small/maru.sock"\n',
-            ("daemon.admin_token_file", "small/maru.token is there already"),
+            ("daemon.admin_token_file", "small/maru.token already exists"),
         ),
         ('[daemon]\nruntime_dir = "kv"\n' + DISK, ("engine.tiers.disk.directory", "a path of daemon.runtime_dir")),
         (

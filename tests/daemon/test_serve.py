@@ -85,7 +85,7 @@ def test_check_finds_a_file_in_place_of_a_socket(tmp_path, name):
     (tmp_path / name).write_text("precious")
     run = ("--runtime-dir", str(tmp_path), "--maru-pool-size-gb", "0")
     done = offload("serve", *run, "--status", "ipc", "--admin", f"ipc://{tmp_path}/ops.sock", "--check")
-    assert done.returncode == USAGE and f"{name}' is there, and is no socket" in done.stderr, done.stderr
+    assert done.returncode == USAGE and f"{name}' exists, and is not a socket" in done.stderr, done.stderr
 
 
 def test_the_flags_of_lmcaches_server_name_the_page_store():

@@ -78,7 +78,7 @@ def test_items_wider_than_a_byte_are_counted_in_bytes(stingy, file):
 
 def test_a_file_that_ends_early_is_an_error(stingy, file):
     calls.write_all(file, DATA)
-    with pytest.raises(OSError, match=rf"ends at byte {len(DATA)}, and 10 bytes from {len(DATA) - 9} were wanted"):
+    with pytest.raises(OSError, match=rf"ends at byte {len(DATA)}, but 10 bytes from {len(DATA) - 9} are needed"):
         calls.read_all(file, bytearray(10), len(DATA) - 9)
     assert calls.read_up_to(file, bytearray(10), at=len(DATA) - 9) == 9
 
@@ -86,9 +86,9 @@ def test_a_file_that_ends_early_is_an_error(stingy, file):
 @pytest.mark.parametrize("name", ["writev", "pwrite"])
 def test_a_kernel_that_takes_nothing_is_an_error(file, monkeypatch, name):
     monkeypatch.setattr(os, name, lambda *_: 0)
-    with pytest.raises(OSError, match="took no byte"):
+    with pytest.raises(OSError, match="wrote no bytes"):
         calls.write_all(file, DATA) if name == "writev" else calls.write_all_at(file, DATA, 0)
-    with pytest.raises(OSError, match="took no byte"):
+    with pytest.raises(OSError, match="wrote no bytes"):
         calls.write_with(lambda fd, data: 0, file, DATA)
 
 

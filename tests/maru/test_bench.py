@@ -118,7 +118,7 @@ def test_echo_carries_the_bytes_both_ways(transport: str) -> None:
 def test_bare_client_takes_no_error_and_no_refusal_for_a_figure() -> None:
     foreign = BatchRegisterRequest([RegisterRequest("k", 9, 0, 64)])
     with server(4 << 20) as running, Bare(running.addresses["ipc"]) as client:
-        with pytest.raises(BenchFailed, match="not known"):
+        with pytest.raises(BenchFailed, match="this session is unknown"):
             client.ask(Code.BEAT, BeatRequest(b"nobody's session", 0))
         with pytest.raises(BenchFailed, match="wrong answer"):
             client.rate(Code.BATCH_REGISTER_KV, [lambda: foreign] * 5, 2, lambda reply: reply.success)
@@ -133,7 +133,7 @@ def test_child_that_does_not_start_says_why() -> None:
 
 def test_child_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maru.bench.processes.PATIENCE", 0.2)
-    with pytest.raises(BenchFailed, match="has said nothing"):
+    with pytest.raises(BenchFailed, match="has printed nothing"):
         Child(["-c", "import time; time.sleep(60)"])
 
 

@@ -188,7 +188,7 @@ def test_a_file_has_room_for_what_it_is_made_for_but_for_one_in_a_thousand() -> 
 
 def test_what_is_no_index_is_refused() -> None:
     memory = mmap.mmap(-1, bytes_for(64))
-    with pytest.raises(NotAnIndex, match="no index"):
+    with pytest.raises(NotAnIndex, match="not an index of version"):
         IndexReader(memory)
     with pytest.raises(NotAnIndex, match="at least"):
         IndexReader(mmap.mmap(-1, MIN_BYTES - 1))

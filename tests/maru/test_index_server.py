@@ -178,7 +178,7 @@ async def test_tenants_without_a_key_leave_their_indexes_to_others(pool: Path, m
             await put(good, ["k"])
             assert len((await filled(good)).find(names_of(good, ["k"]))) == 1
             assert "good" in server.statistics().indexes.tenants
-            with pytest.raises(ServerRefused, match="2 tenants have an index already"):
+            with pytest.raises(ServerRefused, match="2 tenants already have an index"):
                 for made_up in (a, b):
                     await fetch(made_up)
 

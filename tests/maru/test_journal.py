@@ -367,7 +367,7 @@ def test_where_the_next_segment_cannot_be_begun_the_full_one_grows(tmp_path, cap
     journal.append([b"x" * 200])
     full = True
     journal.append([b"y"])
-    assert "cannot be begun" in caplog.text
+    assert "but the next segment cannot be created" in caplog.text
     assert list_files(str(tmp_path)).segments == [1]
     full = False
     journal.append([b"y"])  # not tried again at each append

@@ -44,7 +44,7 @@ def why(status=None, *, end=LENGTH, uid=7, **options):
 
 def test_a_regular_file_of_ours_that_is_closed_to_others_may_be_mapped_to_its_end():
     assert not why()
-    assert "4096 bytes, and 4097 were promised" in why(end=LENGTH + 1)
+    assert "4096 bytes, but 4097 were promised" in why(end=LENGTH + 1)
 
 
 def test_a_file_of_another_user_may_not():
@@ -59,11 +59,11 @@ def test_a_file_that_others_may_use_may_not(mode):
 
 @pytest.mark.parametrize("kind", [stat.S_IFDIR, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFBLK, stat.S_IFLNK])
 def test_what_is_no_regular_file_may_not(kind):
-    assert "no regular file" in why(Status(st_mode=kind | 0o600))
+    assert "not a regular file" in why(Status(st_mode=kind | 0o600))
 
 
 def test_a_file_with_two_names_may_not():
-    assert "2 names" in why(Status(st_nlink=2))
+    assert "2 hard links" in why(Status(st_nlink=2))
 
 
 def test_a_file_without_a_name_may_only_where_nobody_can_shorten_it():

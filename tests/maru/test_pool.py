@@ -374,7 +374,9 @@ async def test_a_region_that_cannot_be_looked_at_is_not_taken_for_none(tmp_path,
                 patch.setattr(f"maru._pool.{kind}.Memory", refuse)
             else:
                 patch.setattr(os, *{"files": ("open", refuse), "device": ("fstat", refuse)}[kind])
-            with pytest.raises(PoolUnusable, match=r"no (descriptor|address space)\. Nothing of it is given up: start"):
+            with pytest.raises(
+                PoolUnusable, match=r"no (descriptor|address space)\. Nothing was discarded: fix the cause, and start"
+            ):
                 pool.peek(region.region_id)
         assert len(pool.peek(region.region_id)) == MIB2
 
@@ -436,7 +438,7 @@ async def test_a_region_that_cannot_be_made_whole_now_is_not_removed(tmp_path, m
         with monkeypatch.context() as patch:
             if place != "reserve":
                 patch.setattr(os, place, refuse)
-            with pytest.raises(PoolUnusable, match=f"maru_{holey.region_id}.dat is there.*not now"):
+            with pytest.raises(PoolUnusable, match=f"maru_{holey.region_id}.dat exists.*not now"):
                 await pool.adopt(wanted)
     assert all(is_there(region.path) for region in (short, holey, stray))
     async with a_pool(path, regions=wanted) as pool:
@@ -984,7 +986,7 @@ async def test_one_server_at_a_time_has_a_device_whatever_its_home(tmp_path, dev
 
 
 async def test_what_is_no_device_is_refused(tmp_path):
-    for path, text in [("/dev/null", "not a DAX device"), (tmp_path / "small", "has no")]:
+    for path, text in [("/dev/null", "not a DAX device"), (tmp_path / "small", "has less than 2097152 usable bytes")]:
         if path != "/dev/null":
             path.write_bytes(b"x")
         with pytest.raises(PoolUnusable, match=text):

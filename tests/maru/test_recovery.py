@@ -156,7 +156,7 @@ def test_a_recorded_request_says_the_same_columns_as_it_did_when_it_came():
     assert (single.keys, single.regions, single.offsets, single.lengths) == (["k"], 3, [5], 7)
     with pytest.raises(BadMessage):
         recorded_columns(Code.REGISTER_KV, b"\xc1")
-    with pytest.raises(BadMessage, match="registers nothing"):
+    with pytest.raises(BadMessage, match="is not a registering request"):
         recorded_columns(Code.LOOKUP_KV, _body(KeyRequest("k")))
 
 
@@ -595,7 +595,8 @@ def test_what_the_environment_refuses_fails_the_start_and_is_no_loss(tmp_path, m
         else:
             patch.setattr(replay_module, place, refuse)
         with pytest.raises(
-            JournalFailed, match=f"{re.escape(str(refusal)) or 'no memory'}.*is given up: start the server again"
+            JournalFailed,
+            match=f"{re.escape(str(refusal)) or 'no memory'}.*Nothing was discarded: fix the cause, and start the server again",
         ):
             server.start()
         if place == "decode":

@@ -393,7 +393,7 @@ def test_what_was_turned_away_is_counted_and_said(pool):
             peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
             hear(peer, b"nothing of the kind")
         eventually(lambda: server.facts("relay")["malformed"] == 1)
-        eventually(lambda: "TCP connections turned away: 1 malformed" in server.log())
+        eventually(lambda: "TCP connections refused: 1 malformed" in server.log())
 
 
 # --- other users --------------------------------------------------------------------------------------------------

@@ -517,7 +517,7 @@ async def test_it_listens_on_the_loopback_interface_only(tmp_path):
     async with await open_pool(tmp_path / "pool", MIB2) as pool:
         await pool.adopt([])
         manager = ResourceManager(pool, ByClient(pool.allocate, pool.free))
-        with pytest.raises(ValueError, match="reached from other hosts"):
+        with pytest.raises(ValueError, match="reachable from other hosts"):
             await manager.run("0.0.0.0")
         async with trio.open_nursery() as nursery:
             for host, shown in [("localhost", ("127.0.0.1:", "[::1]:")), ("127.0.0.1", "127.0.0.1:")]:

@@ -344,7 +344,7 @@ async def test_with_curve_only_known_clients_come_in(pool, tmp_path, caplog):
 
 async def test_insecure_is_said(pool, caplog):
     async with serving(pool, host="0.0.0.0", rm_address="0.0.0.0:0", insecure=True) as server:
-        assert f"insecure: whoever reaches {server.endpoints[0]}" in caplog.text
+        assert f"insecure: every process that reaches {server.endpoints[0]}" in caplog.text
         assert "maru.sock" in repr(server)
 
 

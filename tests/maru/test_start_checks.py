@@ -166,7 +166,7 @@ def another_device_for_a_device(place):
     yield {"dax_path": "/dev/null"}
 
 
-@case("bytes to give")
+@case("usable bytes")
 def a_device_without_room(place):
     (place / "dax0.0").write_bytes(b"small")
     yield {"dax_path": str(place / "dax0.0"), "capacity_bytes": 0}
@@ -222,7 +222,7 @@ def sockets_where_others_may_enter(place):
     yield {"runtime_dir": str(place / "run")}
 
 
-@case("a server listens at")
+@case("a server already listens at")
 def a_socket_where_another_server_listens(place):
     (place / "run").mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as other:
@@ -231,7 +231,7 @@ def a_socket_where_another_server_listens(place):
         yield {"runtime_dir": str(place / "run"), "zmq_socket": True}
 
 
-@case("a server listens at")
+@case("a server already listens at")
 def a_channel_of_another_server(place):
     (place / "run").mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
@@ -240,14 +240,14 @@ def a_channel_of_another_server(place):
         yield {"runtime_dir": str(place / "run")}
 
 
-@case("that is not a socket")
+@case("and is not a socket")
 def a_file_in_place_of_a_socket(place):
     (place / "run").mkdir(mode=0o700)
     (place / "run" / "maru.sock").touch()
     yield {"runtime_dir": str(place / "run"), "zmq_socket": True}
 
 
-@case("is there, and is no socket")
+@case("exists, and is not a socket")
 def a_file_in_place_of_the_other_socket(place):
     (place / "run").mkdir(mode=0o700)
     (place / "run" / "descriptors.sock").touch()
@@ -316,7 +316,7 @@ def test_what_a_start_would_give_up_the_doctor_says_before(place, caplog):
     assert said["verdict"] == "warn" and "lost.*" in said["way_out"]
     loss, _, cost = said["found"].partition("; ")
     assert loss.startswith(f"{home}/journal.2 is damaged at byte")
-    assert cost == "a start gives up 1 of 1 regions, and 0 of 0 keys"
+    assert cost == "a start discards 1 of 1 regions, and 0 of 0 keys"
     assert [one["verdict"] for one in findings if one["name"] == "start"] == ["ok"]
     assert {path.name: path.read_bytes() for path in home.iterdir()} == files
     assert (start(write(place)), loss in caplog.text) == ("", True)

@@ -426,7 +426,7 @@ async def test_a_live_identity_cannot_be_taken(ipc_path):
 
 
 async def test_only_a_router_knows_its_peers(ipc_path):
-    with pytest.raises(ValueError, match="only a router"):
+    with pytest.raises(ValueError, match="on_gone needs kind = 'router', not 'dealer'"):
         open_socket("dealer", connect=[ipc_path], on_gone=print)
 
 

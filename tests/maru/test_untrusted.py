@@ -348,10 +348,10 @@ def as_device(path):
     [
         (as_private_file, "neither named"),
         (as_link, "symbolic link"),
-        (as_hard_link, "2 names"),
+        (as_hard_link, "2 hard links"),
         pytest.param(as_file_of_another_user, f"belongs to user {UID}", marks=needs_root),
         (as_open_file, "mode 0666"),
-        (as_short_file, "4096 bytes, and 2097152 were promised"),
+        (as_short_file, "4096 bytes, but 2097152 were promised"),
         (as_directory, "directory"),
         (as_pipe, "pipe"),
         (as_device, "neither named"),

@@ -116,7 +116,7 @@ class Mapping:
             raise HandlerClosed("this region was closed")
         end = self.length if length is None else offset + length
         if not 0 <= offset <= end <= self.length:
-            raise ValueError(f"bytes {offset} to {end} are not in a region of {self.length}")
+            raise ValueError(f"bytes {offset} to {end} are not in a region of {self.length} bytes")
         return root[offset:end]
 
     def populate(self, offset: int = 0, length: int | None = None) -> bool:

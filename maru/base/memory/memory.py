@@ -81,14 +81,14 @@ class Memory:
         if length <= 0 or offset < 0 or offset % PAGE_BYTES:
             raise CannotMap(f"{length} bytes at {offset}: the offset must be a multiple of {PAGE_BYTES}")
         if stat.S_ISREG(status.st_mode) and offset + length > status.st_size:  # else a page after its end is a SIGBUS
-            raise CannotMap(f"{length} bytes at {offset} are not in a file of {status.st_size} bytes")
+            raise CannotMap(f"{length} bytes at {offset} exceed a file of {status.st_size} bytes")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         self._map(length, protection, mmap.MAP_SHARED, fd, offset)
         if keep:
             try:
                 self._kept = os.dup(fd)
             except OSError as exc:
-                raise CannotMap(f"no descriptor is left to keep a region with: {exc}") from exc
+                raise CannotMap(f"no descriptor is left to keep a region: {exc}") from exc
         if write:
             watch_forks(self, Memory._after_fork)
 
@@ -100,7 +100,7 @@ class Memory:
             CannotMap: there is no address space left.
         """
         if not 0 < length <= sys.maxsize - PAGE_BYTES:
-            raise CannotMap(f"{length} bytes are no memory")
+            raise CannotMap(f"{length} bytes cannot be allocated")
         memory = cls.__new__(cls)
         memory._is_private = True
         memory._map(length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)

@@ -206,7 +206,7 @@ class Pin:
         try:
             background.in_background(self.step)
         except OSError as exc:
-            self.why_not = f"no thread pins it: {exc}"
+            self.why_not = f"no thread can be started to pin it: {exc}"
 
     def step(self) -> bool:
         """Pin the next chunk.

@@ -44,19 +44,19 @@ def why_not_mappable(
     """
     is_file = stat.S_ISREG(status.st_mode)
     if is_file and end > status.st_size:
-        return f"it has {status.st_size} bytes, and {end} were promised"
+        return f"it has {status.st_size} bytes, but {end} were promised"
     if device is not None and _is_same(status, device):
         return ""
     if stat.S_ISCHR(status.st_mode):
         return "it is a device that dax_path does not name; set dax_path to it if its regions are to be mapped"
     if not is_file:
-        return f"it is no regular file but a {_kind(status.st_mode)}"
+        return f"it is a {_kind(status.st_mode)}, not a regular file"
     if status.st_uid != uid:
         return f"it belongs to user {status.st_uid}, and this process runs as {uid}"
     if status.st_mode & _OTHERS:
         return f"others may use it: it has mode {stat.S_IMODE(status.st_mode):04o}, which must be 0600"
     if status.st_nlink > 1:
-        return f"it has {status.st_nlink} names, so it may be another file than it is called"
+        return f"it has {status.st_nlink} hard links, so it may be a different file than its name says"
     if not status.st_nlink and not seals & fcntl.F_SEAL_SHRINK:
         return "it has no name, and is not sealed against shrinking"
     return ""
@@ -113,7 +113,7 @@ def _walk(path: str) -> int:
     """Open a path for inspection only, without following symbolic links."""
     parts = path.split("/")
     if parts[0] or not parts[-1] or ".." in parts:
-        raise CannotMap(f"{path!r} is not mapped: it is no absolute path of a file")
+        raise CannotMap(f"{path!r} is not mapped: it is not an absolute path of a file")
     at = os.open("/", _WALKED)
     for part in filter(None, parts):
         try:

@@ -93,11 +93,11 @@ def ready(socket_type: bytes) -> bytes:
 def _check_greeting(said: bytearray) -> None:
     """Check the part of the greeting that has been received."""
     if (said and said[_FIRST] != 0xFF) or (len(said) > _LAST and said[_LAST] != 0x7F):
-        raise BadHandshake("no greeting of ZMTP")
+        raise BadHandshake("not a greeting of ZMTP")
     if len(said) > _MAJOR and said[_MAJOR] < 3:
-        raise BadHandshake(f"version {said[_MAJOR]} of ZMTP, which knows no READY")
+        raise BadHandshake(f"version {said[_MAJOR]} of ZMTP, which has no READY")
     if len(said) >= _MECHANISM.stop and said[_MECHANISM] != b"NULL".ljust(20, b"\0"):
-        raise BadHandshake("another mechanism than NULL")
+        raise BadHandshake("a mechanism other than NULL")
 
 
 def _ready_in(said: bytearray) -> slice | None:
@@ -106,7 +106,7 @@ def _ready_in(said: bytearray) -> slice | None:
         return None
     flags = said[GREETING_BYTES]
     if flags not in (_COMMAND, _LONG_COMMAND):
-        raise BadHandshake("something else than READY")
+        raise BadHandshake("something other than READY")
     begin = GREETING_BYTES + (2 if flags == _COMMAND else 9)
     if len(said) < begin:
         return None
@@ -120,7 +120,7 @@ def _socket_type(body: bytes) -> bytes:
     """Return the socket type that a READY body names."""
     name, rest = _take(body, 1)
     if name != b"READY":
-        raise BadHandshake("another command than READY")
+        raise BadHandshake("a command other than READY")
     found = []
     while rest:
         name, rest = _take(rest, 1)
@@ -128,7 +128,7 @@ def _socket_type(body: bytes) -> bytes:
         if name.lower() == _SOCKET_TYPE:
             found.append(value)
     if len(found) != 1:
-        raise BadHandshake(f"{len(found)} socket types")
+        raise BadHandshake(f"{len(found)} socket types instead of one")
     return found[0]
 
 
@@ -139,7 +139,7 @@ def _take(body: bytes, prefix: int) -> tuple[bytes, bytes]:
     """
     end = prefix + int.from_bytes(body[:prefix])
     if len(body) < max(prefix, end):
-        raise BadHandshake("a READY that is cut off")
+        raise BadHandshake("a truncated READY")
     return body[prefix:end], body[end:]
 
 

@@ -44,7 +44,7 @@ def find_user(stream: trio.SocketStream) -> int | None:
     try:
         return _ask(local[:2], remote[:2])
     except (OSError, ValueError) as exc:  # out of descriptors, for example: then no new connection is accepted
-        _log.warning("the kernel does not tell the user of a connection: %s", exc)
+        _log.warning("the user of a connection cannot be determined: %s", exc)
         return None
 
 

@@ -129,7 +129,7 @@ class Relay:
                 self.counts.strangers += 1
                 return None
             return introduction, peer
-        raise BadHandshake("it took too long")
+        raise BadHandshake("the handshake took too long")
 
     def _identify(self, stream: trio.SocketStream) -> Hashable | None:
         """Return a peer's key in the limits; None if refused.
@@ -191,7 +191,7 @@ async def _read_handshake(stream: trio.SocketStream, socket_types: frozenset[byt
     while True:
         data = await stream.receive_some(PIECE_BYTES)
         if not data:
-            raise BadHandshake("it has gone")
+            raise BadHandshake("the peer disconnected")
         introduction = handshake.receive(data)
         if introduction is not None:
             return introduction

@@ -119,7 +119,7 @@ class RelaySupervisor:
             ended = await self._run_once(listening)
             if trio.current_time() - began > SOUND:
                 pause = FIRST_PAUSE
-            _log.warning("the relay of TCP connections has ended (%s): started again in %g s", ended, pause)
+            _log.warning("the relay of TCP connections has ended (%s): restarting in %g s", ended, pause)
             await trio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
 
@@ -176,7 +176,7 @@ class RelaySupervisor:
         if counts.refused > self._told and now - self._told_at >= _LOG_INTERVAL:
             self._told, self._told_at = counts.refused, now
             _log.warning(
-                "TCP connections turned away: %d malformed, %d of other users, %d too many, %d not taken in time, %d failed",
+                "TCP connections refused: %d malformed, %d of other users, %d too many, %d not accepted in time, %d failed",
                 counts.malformed, counts.strangers, counts.crowded, counts.unserved, counts.failed,
             )  # fmt: skip
 
