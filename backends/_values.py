@@ -121,7 +121,7 @@ class StrongBlocks(Blocks):
             ValueError: they were passed on already, or released.
         """
         if self._given or (self.keys and not self.refs):
-            raise ValueError(f"{self!r} was given to a pipeline before, or released: its refs are not to be had twice")
+            raise ValueError(f"{self!r} was already given to a pipeline, or released: its refs can be taken only once")
         self._given = True
 
     def release(self) -> None:

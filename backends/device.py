@@ -342,9 +342,7 @@ class DeviceTier(SlotTier):
         """The planes of a block, if ``plane_axes`` was given."""
         if plane_axes is not None:
             if len(set(axes)) > 1:
-                raise ValueError(
-                    f"block_axis is {axes}, but planes are told apart where all tensors count blocks on one axis"
-                )
+                raise ValueError(f"block_axis is {axes}, but must be one axis for all tensors if plane_axes is set")
             named = {f"layer {at}": tensor for at, tensor in enumerate(tensors)}
             self.planes = TensorPlanes(named, block_axis=axes[0], plane_axes=plane_axes)
 
@@ -395,7 +393,7 @@ class DeviceTier(SlotTier):
         """
         self._check_ids([block])
         if self.planes is None:
-            raise ValueError(f"{self!r} does not know planes: DeviceTier(..., plane_axes={{'kv': 0, 'head': 3}})")
+            raise ValueError(f"{self!r} has no planes: set plane_axes, as in plane_axes={{'kv': 0, 'head': 3}}")
         return _Canary(self, self.planes, block)
 
     def _check_ids(self, ids: Sequence[int]) -> None:

@@ -292,8 +292,8 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
             if not self._said_old:
                 self._said_old = True
                 _log.warning(
-                    "%r: blocks are of another size than when they were stored, before this tier was opened: each goes when "
-                    "it is asked for, and is stored again",
+                    "%r: blocks that were stored before this tier was opened have another size: each is dropped when it is "
+                    "looked up, and stored again",
                     self,
                 )
             lease.forget(old)
@@ -355,7 +355,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         self.pool.removed(litter, left)
         if left and not self._said_stuck:
             _log.error(
-                "%r: %d files could not be removed, such as %s. They take room until they can be, and their blocks are found "
+                "%r: %d files could not be removed, such as %s. They take room until then, and their blocks are found "
                 "again by the next process that opens this directory",
                 self, len(left), left[0],
             )  # fmt: skip

@@ -70,7 +70,7 @@ class HostPages:
         """
         run, size = self._memory, self.block_bytes
         if run is None:
-            raise PlaceClosed("the memory of this tier was given back")
+            raise PlaceClosed("the memory of this tier was freed")
         n = len(slots)
         if n == 1:
             return Pages([run.address + slots[0] * size], size, run)

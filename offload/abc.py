@@ -229,7 +229,7 @@ class Mismatch:
     what: str
     """The difference in words.
 
-    For example ``8 of 24 planes are in each other's places: layer 0 kv 0 head 0 holds layer 0 kv 1 head 0``.
+    For example ``8 of 24 planes are swapped: layer 0 kv 0 head 0 holds layer 0 kv 1 head 0``.
     """
 
 

@@ -56,7 +56,7 @@ def memory_of(name: str, tensor: Any) -> TensorMemory:
     if isinstance(tensor, TensorMemory):
         return tensor
     if not hasattr(tensor, "data_ptr"):
-        raise TypeError(f"{name} is {type(tensor).__name__}, and no torch.Tensor (torch.from_numpy makes one)")
+        raise TypeError(f"{name} is {type(tensor).__name__}, not a torch.Tensor (torch.from_numpy makes one)")
     if tensor.device.type not in {"cpu", "cuda"}:
         raise ValueError(f"{name} is on {tensor.device}, but must be in host memory or on a CUDA device")
     device = tensor.device.index if tensor.device.type == "cuda" else None
@@ -192,7 +192,7 @@ def _check_region(region: Sequence[tuple[int, int, int]], n: int) -> None:
     """
     strides = {stride for _, _, stride in region}
     if len(region) > 1 and (n == 1 or len(strides) > 1):
-        raise ValueError(f"pieces lie {'in each other' if n == 1 else 'at unequal distances'}: {_SHARED}")
+        raise ValueError(f"pieces {'overlap' if n == 1 else 'lie at unequal distances'}: {_SHARED}")
     [stride] = strides
     longest = max(run for _, run, _ in region)
     if longest > stride:
@@ -213,4 +213,4 @@ def _check_region(region: Sequence[tuple[int, int, int]], n: int) -> None:
             left -= 1
             blocks_between = abs((other - other_place) - (start - place)) // stride
             if blocks_between < n or left < 0:
-                raise ValueError(f"pieces at {start:#x} and {other:#x} meet: {_SHARED}")
+                raise ValueError(f"pieces at {start:#x} and {other:#x} overlap: {_SHARED}")

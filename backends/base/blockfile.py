@@ -156,7 +156,7 @@ def check_directory(path: str) -> None:
     """
     check_private_directory(path, StrayPath, purpose="a directory of blocks")
     if os.path.lexists(path) and not os.access(path, os.W_OK):
-        raise StrayPath(f"{path!r} cannot be used as a directory of blocks: it may not be written")
+        raise StrayPath(f"{path!r} cannot be used as a directory of blocks: this user may not write to it")
     try:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

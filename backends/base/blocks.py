@@ -490,7 +490,7 @@ class Registry(Room):
         try:
             spiller(spill)
         except Exception:
-            _log.exception("%r raised: %d blocks go without a copy", spiller, len(spill.keys))
+            _log.exception("%r raised: %d blocks are dropped without a copy", spiller, len(spill.keys))
             spill.over()
 
     def _over(self, slots: Sequence[int]) -> list[Key]:

@@ -87,7 +87,7 @@ def pages_of(buffers: Sequence[Any]) -> Pages:
     views = [_bytes_of(buffer) for buffer in buffers]
     sizes = {view.nbytes for view in views}
     if len(sizes) > 1:
-        raise ValueError(f"buffers of one size are needed, not of {sorted(sizes)} bytes")
+        raise ValueError(f"the buffers must have one size, not {sorted(sizes)} bytes")
     if any(view.readonly for view in views):
         raise ValueError("the buffers must be writable")
     addresses = (
@@ -102,9 +102,7 @@ def _bytes_of(buffer: Any) -> memoryview:
         return memoryview(buffer).cast("B")
     # A torch tensor has no buffer interface, and its conversion to numpy does not support bfloat16.
     if buffer.device.type != "cpu" or not buffer.is_contiguous():
-        raise ValueError(
-            f"a tensor is written to as one run of host memory, not {tuple(buffer.shape)} on {buffer.device}"
-        )
+        raise ValueError(f"the tensor must be contiguous host memory, not {tuple(buffer.shape)} on {buffer.device}")
     run: Any = (ctypes.c_char * (buffer.numel() * buffer.element_size())).from_address(buffer.data_ptr())
     run.owner = buffer
     return memoryview(run).cast("B")

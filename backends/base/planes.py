@@ -246,7 +246,7 @@ class TensorPlanes:
     def _check(self, blocks: Sequence[int]) -> None:
         # Memory is read and written at addresses computed from these numbers.
         if blocks and not 0 <= min(blocks) <= max(blocks) < self._n:
-            raise IndexError(f"there are {self._n} blocks, and none of the numbers {[*blocks]}")
+            raise IndexError(f"blocks = {[*blocks]}: must be from 0 to {self._n - 1}")
 
     def _write(self, block: int, data: Sequence[bytes]) -> None:
         """Write the items of a block, tensor by tensor.
@@ -296,10 +296,10 @@ def _pieces(columns: Sequence[tuple[Any, int]], page: Pages) -> Pieces:
 def _tensor(name: str, memory: TensorMemory, block_axis: int, plane_axes: Mapping[str, int]) -> _Tensor:
     n_axes, chosen = len(memory.shape), [block_axis, *plane_axes.values()]
     if not all(-n_axes <= axis < n_axes for axis in chosen):
-        raise ValueError(f"axes {chosen} of {name}, which has {n_axes} axes")
+        raise ValueError(f"axes {chosen} are not all axes of {name}, which has {n_axes}")
     first = [axis % n_axes for axis in chosen]
     if len(set(first)) < len(first):
-        raise ValueError(f"axes {chosen} of {name}: each of another meaning")
+        raise ValueError(f"axes {chosen} of {name}: must be different")
     if 0 in memory.shape:
         raise ValueError(f"{name} of shape {tuple(memory.shape)} holds no blocks")
     axes = [*first, *[axis for axis in range(n_axes) if axis not in first]]
@@ -365,8 +365,8 @@ def difference(names: Sequence[str], expected: array[float], found: array[float]
     }
     at, to = wrong[0], moved[wrong[0]]
     if to is not None and None not in moved.values():
-        return f"{len(wrong)} of {len(names)} planes are in each other's places: {names[at]} holds {names[to]}"
-    return f"{len(wrong)} of {len(names)} planes are other ones, the first of them {names[at]}"
+        return f"{len(wrong)} of {len(names)} planes are swapped: {names[at]} holds {names[to]}"
+    return f"{len(wrong)} of {len(names)} planes are wrong, the first of them {names[at]}"
 
 
 def _alike(one: array[float], other: array[float]) -> bool:

@@ -462,7 +462,7 @@ def _listed(buffers: Iterable[object]) -> list[Any]:
     A single buffer, which would count as a list of its items, is refused.
     """
     if isinstance(buffers, str | bytes | bytearray) or getattr(buffers, "ndim", 2) < 2:
-        raise TypeError(f"a list of buffers, one for each block, is needed, not one {type(buffers).__name__}")
+        raise TypeError(f"buffers must be a list of buffers, one for each block, not one {type(buffers).__name__}")
     listed = list(buffers)
     for at, buffer in enumerate(listed):
         if hasattr(buffer, "data_ptr"):  # a torch tensor, which pages_of accepts
@@ -470,5 +470,5 @@ def _listed(buffers: Iterable[object]) -> list[Any]:
         try:
             memoryview(buffer)  # type: ignore[arg-type]
         except TypeError:
-            raise TypeError(f"buffers[{at}] is {buffer!r:.80}, and no writable buffer") from None
+            raise TypeError(f"buffers[{at}] is {buffer!r:.80}, not a writable buffer") from None
     return listed

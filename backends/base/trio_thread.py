@@ -75,7 +75,7 @@ class TrioThread(Generic[M]):
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(self._leave.set)
         if not self._over.wait(self._close_timeout):
-            raise TimeoutError(f"{thread.name} has not ended within {self._close_timeout:g} s: it goes on")
+            raise TimeoutError(f"{thread.name} has not ended within {self._close_timeout:g} s, and goes on")
         if self._error is not None:
             raise self._error
 

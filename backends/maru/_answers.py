@@ -43,9 +43,7 @@ def outcomes_of(place: object, keys: Sequence[Key], answers: Sequence[MaruStored
 
 
 def _failed(place: object, key: Key, answer: MaruStored | None) -> Failed:
-    why = (
-        "the answer to its store was lost, and it was not done" if answer is None else f"the server says {answer.value}"
-    )
+    why = "the answer to its store was lost: not stored" if answer is None else f"the server answered {answer.value}"
     return Failed(NotStored(f"{place!r} does not hold {key.hex()}: {why}"))
 
 

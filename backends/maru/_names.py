@@ -57,10 +57,10 @@ def _text(key: Key) -> str:
     try:
         name = key.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"the key {key!r:.60} is no text in UTF-8: with key_names = text, keys are") from error
+        raise ValueError(f"the key {key!r:.60} is not UTF-8, as keys must be with key_names = text") from error
     # Otherwise it would be taken for the key of another tenant, whose salt precedes the name.
     if name.startswith(_SALT):
-        raise ValueError(f"the key {key!r:.60} begins like the salt of a tenant")
+        raise ValueError(f"the key {key!r:.60} begins with the salt of a tenant")
     return name
 
 

@@ -320,13 +320,13 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         if per_byte * longest > self.handler.max_key_bytes:
             raise ValueError(
                 f"{self!r} takes keys of at most {self.handler.max_key_bytes // per_byte} bytes, not of {longest}: "
-                "max_key_bytes of its server is for their names and the handler's tenant and namespace"
+                "max_key_bytes of its server includes the handler's tenant and namespace"
             )
         if request.waits and not self.handler.config.auto_expand:
             room = self._capacity_bytes() // self.handler.config.chunk_size_bytes
             if len(keys) > room:
                 raise CapacityError(
-                    f"{self!r} cannot hold {len(keys)} blocks, even if it were empty: pool_size is for {room}"
+                    f"{self!r} cannot hold {len(keys)} blocks, even if it were empty: pool_size holds {room}"
                 )
 
     # --- reading --------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         if not self._said_other_size:
             self._said_other_size = True
             _log.warning(
-                "%r: blocks under its keys have another size (%d bytes): each goes when it is asked for, and is stored again; "
+                "%r: blocks under its keys have another size (%d bytes): each is dropped at its lookup, and stored again; "
                 "if processes with both sizes run at the same time, give each its own namespace",
                 self, length,
             )  # fmt: skip

@@ -204,7 +204,7 @@ class PinnedPoolClient:
         if self._closed:
             raise PoolClosed(f"the pool of {self.server} was closed")
         if not self._connection.is_open:
-            raise PoolLost(f"{self.server} has disconnected: its blocks are gone")
+            raise PoolLost(f"the connection to {self.server} is lost, and its blocks with it")
 
     @property
     def info(self) -> PoolMemoryInfo:
@@ -214,7 +214,7 @@ class PinnedPoolClient:
             PoolRefused: it has none yet.
         """
         if self._info is None:
-            raise PoolRefused("this client has no pool: allocate_pool_memory comes first")
+            raise PoolRefused("this client has no pool: call allocate_pool_memory first")
         return self._info
 
     def _ask_for_pool(self, nbytes: int, deadline: float) -> PoolAllocated:
@@ -231,7 +231,7 @@ class PinnedPoolClient:
                     raise
             if asked != nbytes:
                 raise PoolRefused(
-                    f"this client has its pool already: an earlier request, for {asked} bytes, was granted after its "
+                    f"this client already has its pool: an earlier request, for {asked} bytes, was granted after its "
                     f"time-out; ask for {asked} bytes to use it"
                 )
             given, self._late_pool, self._pool_asked = self._late_pool, None, None
@@ -274,7 +274,7 @@ class PinnedPoolClient:
         assert isinstance(answer, Allocated)
         with self._judging(), self._books:
             if self._grants is None:
-                raise Implausible("an allocation without a pool")
+                raise Implausible("it granted an allocation without a pool")
             return self._grants.add(answer.allocation_id, unpacked(answer.chunk_indices), nbytes)
 
     def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
@@ -284,7 +284,7 @@ class PinnedPoolClient:
         """
         self.check()
         if isinstance(allocation_ids, int):
-            raise TypeError(f"allocation_ids is {allocation_ids}, and must be a list of ids: [{allocation_ids}]")
+            raise TypeError(f"allocation_ids is {allocation_ids}, but must be a list of ids: [{allocation_ids}]")
         ids, freed = list(allocation_ids), 0
         for start in range(0, len(ids), MAX_IDS):
             some = ids[start : start + MAX_IDS]
@@ -296,7 +296,7 @@ class PinnedPoolClient:
             count = self._call(Done, FreeFromPool(0, some)).count
             with self._judging():
                 if count > len(some):
-                    raise Implausible(f"{count} allocations were freed of {len(some)}")
+                    raise Implausible(f"it freed {count} of {len(some)} allocations")
             freed += count
         return freed
 
@@ -340,7 +340,7 @@ class PinnedPoolClient:
         usage = self._call(UsageInfo, GetUsageInfo(0))
         with self._judging():
             if self._grants is None:
-                raise Implausible("the usage of no pool")
+                raise Implausible("it reported the usage of a pool that does not exist")
             self._grants.check_usage(usage)
         return Usage(usage.active_allocations, usage.allocated_chunks, usage.free_chunks, usage.allocated_bytes)
 
@@ -349,7 +349,7 @@ class PinnedPoolClient:
     def _map(self, nbytes: int) -> str:
         """Map the pool. Return an empty text, or the reason against it."""
         if self._wants_shared is False:
-            return "it was not asked for"
+            return "shared_memory = False"
         welcome = self._welcome
         if not welcome.descriptors:
             return "the server hands out none"
@@ -392,7 +392,7 @@ class PinnedPoolClient:
     def _of_kind(self, kind: type[A] | tuple[type[A], ...], answer: Answer) -> A:
         with self._judging():
             if not isinstance(answer, kind):
-                raise Implausible(f"it answered with {type(answer).__name__}, which was not asked for")
+                raise Implausible(f"it answered with {type(answer).__name__}, which was not requested")
         return answer
 
     @contextlib.contextmanager
@@ -405,7 +405,7 @@ class PinnedPoolClient:
             yield
         except (Implausible, BadFrame) as exc:
             self._connection.interrupt()  # not closed: another thread may use it
-            raise PoolLost(f"{self.server} is no pinned pool: {exc}") from exc
+            raise PoolLost(f"{self.server} is not a pinned pool: {exc}") from exc
 
     def _stream(self, entries: Iterator[tuple[Request, memoryview, memoryview | None]]) -> None:
         """Send requests with their bytes, a few ahead of their answers.
@@ -426,7 +426,7 @@ class PinnedPoolClient:
     def _turn(self, deadline: float) -> Iterator[None]:
         """Take the turn of this thread; one thread at a time."""
         if not self._lock.acquire(timeout=max(0.0, deadline - perf_counter())):
-            raise PoolTimeout(f"{self.server} does not answer another thread of this process")
+            raise PoolTimeout(f"{self.server} has not yet answered another thread of this process")
         try:
             self.check()
             yield
@@ -438,7 +438,7 @@ class PinnedPoolClient:
         request = type(request)(seq, *(getattr(request, name) for name in request.__struct_fields__[1:]))
         with self._telling_loss():
             if not self._connection.send_by(encode(request, payload), deadline):
-                raise PoolTimeout(f"{self.server} takes no requests")
+                raise PoolTimeout(f"{self.server} does not read requests")
         self._unanswered.append(seq)
         return seq
 
@@ -456,7 +456,7 @@ class PinnedPoolClient:
                 raise PoolLost(f"{self.server}: {answer.text}")
             with self._judging():
                 if answer.seq not in self._unanswered:
-                    raise Implausible(f"answer {answer.seq} is none to what was asked")
+                    raise Implausible(f"answer {answer.seq} belongs to no request")
             self._unanswered.remove(answer.seq)  # the oldest, except for a pool, which takes its server long
             if answer.seq == seq:
                 break
@@ -468,7 +468,7 @@ class PinnedPoolClient:
         if into is not None and isinstance(answer, Done):
             with self._judging():
                 if len(payload) != len(into):
-                    raise Implausible(f"{len(payload)} bytes came instead of {len(into)}")
+                    raise Implausible(f"it sent {len(payload)} bytes instead of {len(into)}")
             into[:] = payload
         if isinstance(answer, Refused):
             raise PoolRefused(answer.text)
@@ -482,7 +482,7 @@ class PinnedPoolClient:
         except PinnedPoolError:
             raise
         except Shortage as exc:
-            raise PoolRefused(f"{self.server} cannot be asked: {exc}") from exc
+            raise PoolRefused(f"no request can be sent to {self.server}: {exc}") from exc
         except OSError as exc:
             self._connection.interrupt()
             raise PoolLost(f"{self.server} has disconnected: {exc}") from exc

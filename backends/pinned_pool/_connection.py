@@ -160,7 +160,7 @@ def parse_address(server: str) -> tuple[str, int]:
     """
     host, colon, port = server.removeprefix("tcp://").rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
-        raise ValueError(f"{server!r} is no host:port")
+        raise ValueError(f"{server!r} is not host:port")
     return host.strip("[]"), int(port)
 
 
@@ -188,10 +188,10 @@ def _open_channel(server: str, path: str, deadline: float) -> ChannelConnection:
         try:
             return ChannelConnection(path)
         except PermissionError as exc:
-            raise PoolUntrusted(f"{server} is another user's: start a server of your own ({exc})") from exc
+            raise PoolUntrusted(f"{server} belongs to another user: start a server of your own ({exc})") from exc
         except BlockingIOError as exc:  # the backlog of connections is full
             if perf_counter() > deadline:
-                raise PoolTimeout(f"the pinned pool at {server} takes no connections") from exc
+                raise PoolTimeout(f"the pinned pool at {server} accepts no connections") from exc
             sleep(_LOOK_UP)
         except OSError as exc:
             raise PoolUnreachable(f"there is no pinned pool at {server}: {exc}") from exc
@@ -213,7 +213,7 @@ def _open_remote(server: str, host: str, port: int, timeout: float, uid: int) ->
     if why_untrusted(listener, uid):
         other = min(listener.uids - {uid, 0})
         raise PoolUntrusted(
-            f"{server} is served by user {other}, not by user {uid}: start a server of your own, or say "
+            f"{server} is served by user {other}, not by user {uid}: start a server of your own, or set "
             f"server_uid = {other} if that one is meant"
         )
     if listener.unknown and _is_of_this_host(found):

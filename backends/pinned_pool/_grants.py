@@ -38,9 +38,9 @@ def check_welcome(welcome: Welcome, version: int) -> None:
     if welcome.version != version:
         raise Implausible(f"it speaks version {welcome.version}, not {version}")
     if not MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES or size & (size - 1):
-        raise Implausible(f"a chunk of {size} bytes is no power of two from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+        raise Implausible(f"the chunk size, {size}, is not a power of two from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
     if path and (not path.startswith("/") or "\0" in path):
-        raise Implausible(f"{path!r} is no absolute path of a socket")
+        raise Implausible(f"{path!r} is not an absolute path of a socket")
 
 
 def check_pool(pool: PoolAllocated, nbytes: int, chunk_bytes: int) -> None:
@@ -52,10 +52,10 @@ def check_pool(pool: PoolAllocated, nbytes: int, chunk_bytes: int) -> None:
     chunks = -(-nbytes // chunk_bytes)
     if not 0 < chunks <= MAX_CHUNKS or (pool.chunks, pool.nbytes) != (chunks, chunks * chunk_bytes):
         raise Implausible(
-            f"{pool.chunks} chunks and {pool.nbytes} bytes for a pool of {nbytes} bytes in chunks of {chunk_bytes}"
+            f"it granted {pool.chunks} chunks and {pool.nbytes} bytes for a pool of {nbytes} bytes in chunks of {chunk_bytes}"
         )
     if pool.pinned not in _PINNED:
-        raise Implausible(f"memory that is pinned {pool.pinned!r}")
+        raise Implausible(f"pinned = {pool.pinned!r} is unknown")
 
 
 class Grants:
@@ -87,10 +87,10 @@ class Grants:
             raise Implausible(f"allocation {allocation_id} was granted twice")
         wanted = -(-nbytes // self.chunk_bytes)
         if len(indices) != wanted or len(set(indices)) != wanted:
-            raise Implausible(f"{len(set(indices))} chunks for {nbytes} bytes, which take {wanted}")
+            raise Implausible(f"it granted {len(set(indices))} chunks for {nbytes} bytes, which need {wanted}")
         for index in indices:
             if not 0 <= index < self.chunks:
-                raise Implausible(f"chunk {index} in a pool of {self.chunks}")
+                raise Implausible(f"it granted chunk {index} in a pool of {self.chunks}")
             if self._taken[index]:
                 raise Implausible(f"chunk {index} was granted twice")
         if len(self._allocations) >= MAX_ALLOCATIONS:
@@ -122,6 +122,6 @@ class Grants:
             or usage.active_allocations > MAX_ALLOCATIONS
         ):
             raise Implausible(
-                f"{usage.allocated_chunks} chunks with {usage.allocated_bytes} bytes in use and {usage.free_chunks} free, "
-                f"in a pool of {self.chunks}"
+                f"it reported {usage.allocated_chunks} chunks with {usage.allocated_bytes} bytes in use and "
+                f"{usage.free_chunks} free, in a pool of {self.chunks}"
             )

@@ -154,7 +154,7 @@ class LocalKeeper:
     def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
         self.check()
         if isinstance(allocation_ids, int):
-            raise TypeError(f"allocation_ids is {allocation_ids}, and must be a list of ids: [{allocation_ids}]")
+            raise TypeError(f"allocation_ids is {allocation_ids}, but must be a list of ids: [{allocation_ids}]")
         with self._lock:
             return self._table.free(0, allocation_ids)
 

@@ -172,7 +172,7 @@ def _file_of(nbytes: int, reserve: Callable[[int, int, int], None], go_on: Calla
     """
     left = memory_left()
     if left is not None and nbytes > left:
-        raise PoolRefused(f"no memory for {nbytes} bytes: {left} are left here; take a smaller pool")
+        raise PoolRefused(f"no memory for {nbytes} bytes: {left} are left; request a smaller pool")
     try:
         fd = os.memfd_create("pinned-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:

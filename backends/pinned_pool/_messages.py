@@ -188,7 +188,7 @@ def split(frame: bytes) -> tuple[bytes, memoryview]:
     if not _LENGTH.size < end <= len(frame):
         raise BadFrame(f"a message that ends at {end} of {len(frame)} bytes")
     if end > MAX_MESSAGE_BYTES or len(frame) - end > MAX_PIECE_BYTES:
-        raise BadFrame(f"a message of {end} bytes, with {len(frame) - end} behind it")
+        raise BadFrame(f"a message of {end} bytes, followed by {len(frame) - end}")
     return frame[_LENGTH.size : end], memoryview(frame)[end:]
 
 

@@ -73,7 +73,7 @@ class MemoryPool:
         """
         hold = block._hold
         if hold.keeper is not self._keeper:
-            raise ValueError(f"{block!r} is not of {self!r}")
+            raise ValueError(f"{block!r} does not belong to {self!r}")
         self._free_dropped()
         self._keeper.check()
         if not hold.take():

@@ -342,7 +342,7 @@ class PinnedPoolServer:
             self._nursery.start_soon(self.workers.do, memory.close)
         chunks = self.table.close_pool(session.client)
         if chunks:
-            _log.info("%s has gone, and %d chunks with it", session, chunks)
+            _log.info("%s disconnected; %d chunks were freed", session, chunks)
 
 
 @asynccontextmanager
@@ -433,7 +433,7 @@ def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], 
     """
     while not port or is_served(channel_path(directory, port)):
         if port:
-            raise PoolUnreachable(f"cannot listen at {channel_path(directory, port)}: a server is there")
+            raise PoolUnreachable(f"cannot listen at {channel_path(directory, port)}: another server listens there")
         port = random.SystemRandom().randrange(1024, 65_536)
         if os.path.exists(channel_path(directory, port)):
             port = 0

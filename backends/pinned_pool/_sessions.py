@@ -135,12 +135,12 @@ class Sessions:
             body, payload = split(frame)
             request = decode_request(body)
             if payload and not isinstance(request, CopyToPool):
-                raise BadFrame(f"bytes behind a {type(request).__name__}")
+                raise BadFrame(f"a {type(request).__name__} is followed by bytes")
             seq = request.seq
             if isinstance(request, Hello):
                 return encode(self._greet(peer, request))
             if session is None:
-                raise BadFrame("Hello comes first")
+                raise BadFrame("the first request must be Hello")
             if isinstance(request, AllocatePoolMemory):
                 self._want_pool(session, request)
                 return None
@@ -151,10 +151,10 @@ class Sessions:
             return encode(self._answer(session, request))
         except BadFrame as exc:
             self.bad += 1
-            _log.warning("%s is sent away: %s", session or "a client", exc)
+            _log.warning("%s is disconnected: %s", session or "a client", exc)
             self._end(peer)
             self._by_peer[peer] = None
-            return encode(Refused(0, f"this is no request: {exc}"[:512]))
+            return encode(Refused(0, f"this is not a request: {exc}"[:512]))
         except (Unknown, ValueError, PoolRefused) as exc:
             return encode(Refused(seq, str(exc)[:512]))
         except MemoryError:
@@ -201,7 +201,7 @@ class Sessions:
         if session is None:
             if len(self) >= self._most:
                 self.turned_away += 1
-                return Refused(0, f"there are {self._most} clients already, as many as max_clients allows")
+                return Refused(0, f"there are already {self._most} clients, as many as max_clients allows")
             session = Session(self._next_client, peer, printable(request.name))
             self._by_peer[peer] = self._by_client[session.client] = session
             self._next_client += 1
@@ -232,13 +232,13 @@ class Sessions:
         if table.open_pool(session.client, request.nbytes) is None:
             wanted = table.chunks_for(request.nbytes)
             raise PoolRefused(
-                f"a pool of {wanted} chunks of {table.chunk_bytes} bytes: {table.left} of {table.chunks} are left"
+                f"a pool of {wanted} chunks of {table.chunk_bytes} bytes does not fit: {table.left} of {table.chunks} are left"
             )
         self._wanted.append((session, request))
 
     def _check_stays(self) -> None:
         if self.draining:
-            raise PoolRefused("this server is about to end")
+            raise PoolRefused("this server is shutting down")
 
     def made(self, session: Session, request: AllocatePoolMemory, memory: PoolMemory) -> bytes:
         """Add a pool that was made. Return the answer to its request.

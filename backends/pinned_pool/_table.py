@@ -118,9 +118,9 @@ class ChunkTable:
             ValueError: it has one already, or ``nbytes`` is 0.
         """
         if client in self._pools:
-            raise ValueError("a client has one pool, and this one has its pool already")
+            raise ValueError("a client has one pool, and this one already has its pool")
         if nbytes <= 0:
-            raise ValueError("a pool has at least one byte")
+            raise ValueError(f"nbytes = {nbytes}: must be at least 1")
         chunks = self.chunks_for(nbytes)
         if chunks > min(self._left, MAX_CHUNKS):
             return None
@@ -148,7 +148,7 @@ class ChunkTable:
         """
         pool = self._pool(client)
         if nbytes < 0:
-            raise ValueError("no allocation has less than no bytes")
+            raise ValueError(f"nbytes = {nbytes}: must be at least 0")
         n = self.chunks_for(nbytes)
         if n > pool.n_free or len(pool.allocations) >= MAX_ALLOCATIONS:
             return None
@@ -206,7 +206,7 @@ class ChunkTable:
     def _pool(self, client: int) -> _Pool:
         pool = self._pools.get(client)
         if pool is None:
-            raise Unknown("this client has no pool: AllocatePoolMemory comes first")
+            raise Unknown("this client has no pool: send AllocatePoolMemory first")
         return pool
 
 

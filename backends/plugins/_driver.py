@@ -63,7 +63,7 @@ class Descriptor:
         self._fd = fd
         self._identity = _identity_of(fd)
         if self._identity in _listened:
-            raise OSError(f"another host waits for descriptor {fd} already")
+            raise OSError(f"another host already waits for descriptor {fd}")
         self._mine = os.dup(fd)
         _listened.add(self._identity)
 
@@ -77,7 +77,7 @@ class Descriptor:
         It wakes no task any more then.
         """
         if _identity_of(self._fd) != self._identity:
-            raise OSError(f"descriptor {self._fd} was closed, and is another file now")
+            raise OSError(f"descriptor {self._fd} was closed, and now belongs to another file")
 
     def reset(self) -> bool:
         """Read the descriptor, so that it is not readable any more.

@@ -307,7 +307,7 @@ class StagingPool:
         """
         if self.quarantined_bytes + n * self.page_bytes > self._most_quarantined_bytes and self.quarantined:
             raise PluginFault(
-                f"{self.quarantined_bytes} bytes are in quarantine, since the plugin has not answered: "
+                f"{self.quarantined_bytes} bytes are in quarantine until the plugin answers: "
                 f"most_quarantined_bytes is {self._most_quarantined_bytes}"
             )
         fitting = [buffer for buffer in self._spare if buffer.capacity() >= n]

@@ -268,7 +268,7 @@ class HostedTier(Tier):
             PluginTypeError: the plugin's descriptors make no sense. It is closed.
         """
         if self.driver.was_open and not self.driver.is_open:
-            raise PlaceClosed(f"{self!r} was closed: a plugin is opened once")
+            raise PlaceClosed(f"{self!r} was closed: a plugin can be opened only once")
         if self._visits.enter():
             self._life = self.driver.open()
             await self._life.__aenter__()

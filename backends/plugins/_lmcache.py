@@ -284,7 +284,7 @@ class L2Plugin:
     def __init__(self, adapter: object, block_bytes: int, key_of: Callable[[Key], Any]) -> None:
         missing = missing_methods(adapter, L2_METHODS)
         if missing:
-            raise PluginTypeError(f"{adapter!r} is no L2 adapter: it lacks {', '.join(missing)}")
+            raise PluginTypeError(f"{adapter!r} is not an L2 adapter: it lacks {', '.join(missing)}")
         known: Any = adapter
         self._adapter = known
         self._key_of = key_of
@@ -315,9 +315,9 @@ class L2Plugin:
         fds = {channel: getattr(self._adapter, method)() for channel, method in _DESCRIPTORS.items()}
         for channel, fd in fds.items():
             if isinstance(fd, bool) or not isinstance(fd, int) or fd < 0:
-                raise PluginTypeError(f"{self.name}: {_DESCRIPTORS[channel]}() returned {fd!r}, which is no descriptor")
+                raise PluginTypeError(f"{self.name}: {_DESCRIPTORS[channel]}() returned {fd!r}, not a descriptor")
         if len(set(fds.values())) < len(fds):
-            raise PluginTypeError(f"{self.name} must have three different descriptors, and has {fds}")
+            raise PluginTypeError(f"{self.name} must have three different descriptors, but has {fds}")
         return fds
 
     def channel_of(self, kind: Kind) -> str:
@@ -348,7 +348,9 @@ class L2Plugin:
                 except Exception as exc:  # an item without an id must not lose the others that came with it
                     unreadable = exc
             if unreadable is not None:
-                raise PluginFault(f"{self.name}: pop_completed_store_tasks has something without an id") from unreadable
+                raise PluginFault(
+                    f"{self.name}: pop_completed_store_tasks returned a task without an id"
+                ) from unreadable
             return
         query = self._adapter.query_lookup_and_lock_result if channel == "lookup" else self._adapter.query_load_result
         failure: Exception | None = None
@@ -428,4 +430,4 @@ def _succeeded(result: Any) -> tuple[bool, str]:
         is_successful = getattr(result, "is_successful", None)
         return bool(is_successful() if callable(is_successful) else result), ""
     except Exception as exc:
-        return False, f"{type(result).__name__} says nothing: {exc!r}"
+        return False, f"{type(result).__name__} is not a result: {exc!r}"

@@ -94,7 +94,7 @@ class NativePlugin:
     def __init__(self, connector: object, name_of: Callable[[Key], str]) -> None:
         missing = missing_methods(connector, NATIVE_METHODS)
         if missing:
-            raise PluginTypeError(f"{connector!r} is no native connector: it lacks {', '.join(missing)}")
+            raise PluginTypeError(f"{connector!r} is not a native connector: it lacks {', '.join(missing)}")
         self._connector: Any = connector
         self._name_of = name_of
         self.name: str = type(connector).__name__
@@ -110,7 +110,7 @@ class NativePlugin:
         """
         fd = self._connector.event_fd()
         if isinstance(fd, bool) or not isinstance(fd, int) or fd < 0:
-            raise PluginTypeError(f"{self.name}: event_fd() returned {fd!r}, which is no descriptor")
+            raise PluginTypeError(f"{self.name}: event_fd() returned {fd!r}, not a descriptor")
         return {_CHANNEL: fd}
 
     def channel_of(self, kind: Kind) -> str:

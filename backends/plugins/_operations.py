@@ -128,10 +128,10 @@ def judge(kind: Kind, n: int, ok: bool, error: str, bits: Any) -> tuple[list[boo
     if isinstance(column, str):
         return [False] * n, PluginFault(f"{kind.value}: {column}")
     if not ok and (kind is not Kind.GET or bits is None):
-        return [False] * n, PluginFault(f"{kind.value} failed: {error or 'the plugin does not say why'}")
+        return [False] * n, PluginFault(f"{kind.value} failed: {error or 'the plugin gave no reason'}")
     if column is None:
         if kind is Kind.FIND:
-            return [False] * n, PluginFault(f"{kind.value}: the plugin says ok, but not which keys it has")
+            return [False] * n, PluginFault(f"{kind.value}: the plugin returned ok, but not which keys it has")
         return [True] * n, None
     return column, None
 
@@ -144,7 +144,7 @@ def _column(bits: Any, n: int) -> list[bool] | str:
     try:
         return [bool(bit) for bit in bits] if len(bits) == n else f"{len(bits)} bits for {n} keys"
     except Exception as exc:
-        return f"{type(bits).__name__} {bits!r} are no bits: {exc!r}"
+        return f"{type(bits).__name__} {bits!r} are not bits: {exc!r}"
 
 
 class Correlation:

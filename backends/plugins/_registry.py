@@ -154,7 +154,7 @@ def _capacity(host: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(gib, bool) or not isinstance(gib, int | float) or gib < 0:
             raise ValueError(f"max_capacity_gb is {gib!r}, but must be a number that is not negative")
         if "capacity_bytes" in arguments:
-            raise ValueError("capacity_bytes and max_capacity_gb are the same setting: give one of them")
+            raise ValueError("capacity_bytes and max_capacity_gb are the same setting: set one of them")
         arguments["capacity_bytes"] = int(gib * (1 << 30)) or None  # 0 has always meant unlimited
     return arguments
 
@@ -248,7 +248,7 @@ def _pool_size(knobs: Mapping[str, Any], gigabytes: object) -> int:
     """
     if "pool_size" in knobs:
         raise TierParameterError(
-            "maru", _GIGABYTES, gigabytes, "is the same setting as pool_size, in GiB: give one of them"
+            "maru", _GIGABYTES, gigabytes, "is the same setting as pool_size, in GiB: set one of them"
         )
     number = isinstance(gigabytes, int | float) and not isinstance(gigabytes, bool)
     if not (number and 0 <= gigabytes < math.inf):  # type: ignore[operator]
@@ -411,9 +411,7 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> Tier:
     if not callable(factory):
         raise PluginTypeError(f"the tier {name!r} is {factory!r}, which cannot be called")
     if "block_bytes" in parameters:
-        raise TierParameterError(
-            name, "block_bytes", parameters["block_bytes"], f"is given already: it is {block_bytes}"
-        )
+        raise TierParameterError(name, "block_bytes", parameters["block_bytes"], f"is already set: it is {block_bytes}")
     check_names(name, parameters, parameters_of(factory))
     check_call(factory, name, block_bytes=block_bytes, **parameters)
     made = factory(block_bytes=block_bytes, **parameters)
@@ -440,7 +438,7 @@ def read_spec(spec: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     parameters = dict(spec)
     name = parameters.pop("type", None)
     if not isinstance(name, str) or not name:
-        raise ValueError(f"the specification of a tier has a 'type', a string; this one has {name!r}")
+        raise ValueError(f"the specification of a tier must have a 'type', a string, not {name!r}")
     return name, parameters
 
 
@@ -454,7 +452,7 @@ def known_tiers() -> list[str]:
 
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
-        raise ValueError(f"{name!r} cannot name a kind of tier: letters, digits, '_', '-' and '.' can")
+        raise ValueError(f"{name!r} cannot name a kind of tier: only letters, digits, '_', '-' and '.' can")
     if name in BUILTIN:
         raise ValueError(f"{name!r} is built in")
 
@@ -481,7 +479,7 @@ def _by_import(name: str, module: ModuleType) -> TierFactory:
         factory = _registered[name]
     except KeyError:
         raise PluginTypeError(
-            f"module {module.__name__!r} should register the tier {name!r} when it is imported, and did not"
+            f"module {module.__name__!r} did not register the tier {name!r} when it was imported"
         ) from None
     _modules.pop(name, None)
     return factory

@@ -55,7 +55,7 @@ class CacheSalts:
             )
         for key in keys:
             if key in self._claims and self._salts.get(key, "") != tenant:
-                raise ValueError(f"the key {key.hex()} is under way for another tenant than {tenant!r}")
+                raise ValueError(f"the key {key.hex()} is in use for another tenant than {tenant!r}")
         carried = list(keys)
         for key in carried:
             self._claims[key] = self._claims.get(key, 0) + 1

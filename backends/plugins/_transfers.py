@@ -174,7 +174,7 @@ class Writer:
                 buffer.quarantine()
                 state.tombstones.in_doubt.update(keys)
                 if isinstance(exc, NoAnswer):
-                    raise Unproven(f"{exc}: it may be storing still") from exc
+                    raise Unproven(f"{exc}: it may still be storing") from exc
             elif not given_back:
                 buffer.give_back()
             raise

@@ -79,7 +79,7 @@ def contract_of(plugin: object, what: str, *contracts: str) -> str:
     wants = [f"{contract} would need {', '.join(missing)}" for contract, missing in lacks.items()]
     if not contracts:
         wants.insert(0, "a tier would derive from backends.abc.Tier")
-    raise PluginTypeError(f"{what} is no plugin: {'; '.join(wants)}")
+    raise PluginTypeError(f"{what} is not a plugin: {'; '.join(wants)}")
 
 
 def find_module(module_path: str) -> ModuleType:

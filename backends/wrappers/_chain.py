@@ -327,14 +327,14 @@ def check_order(wrappers: Sequence[Wrapper]) -> None:
         raise ChainError("a chain needs at least one wrapper")
     for wrapper in wrappers:
         if not isinstance(wrapper, Wrapper):
-            raise ChainError(f"{wrapper!r} is no wrapper: it needs id, lossy, bound, encode and decode")
+            raise ChainError(f"{wrapper!r} is not a wrapper: it needs id, lossy, bound, encode and decode")
     ids = [wrapper.id for wrapper in wrappers]
     if len(set(ids)) != len(ids):
-        raise ChainError(f"each wrapper is of use once: {', '.join(map(repr, wrappers))}")
+        raise ChainError(f"each wrapper can be used only once: {', '.join(map(repr, wrappers))}")
     ordered = sorted(wrappers, key=_rank)
     if list(map(_rank, wrappers)) != list(map(_rank, ordered)):
         raise ChainError(
-            "what loses something comes first, then what compresses, and what encrypts last: "
+            "lossy wrappers must come first, then compression, and encryption last: "
             f"not {', '.join(map(repr, wrappers))}, but {', '.join(map(repr, ordered))}"
         )
     if sum(map(seals, wrappers)) > 1:

@@ -138,7 +138,7 @@ class Coder:
             dst = page[head : head + room] if step == last else scratch.between(step)[:room]
             length = wrapper.encode(context, src, dst)
             if not 0 <= length <= room:
-                raise BrokenWrapper(f"{wrapper!r} made {length} bytes, where {room} were to be the most")
+                raise BrokenWrapper(f"{wrapper!r} returned {length} bytes, but its bound is {room}")
             src = dst[:length]
             lengths.append(length)
         return chain.write_header(context.key, lengths, page)

@@ -77,7 +77,7 @@ class Fp8:
         if row < 1:
             raise ValueError(f"row is {row}, but must be at least 1")
         if lossy is not True:
-            raise LossyNotChosen("Fp8 changes values: say Fp8(..., lossy=True) if that is what you want")
+            raise LossyNotChosen("Fp8 changes values: set lossy=True to accept that")
         try:
             self._torch: Any = importlib.import_module("torch")
         except ImportError as exc:
@@ -111,7 +111,7 @@ class Fp8:
         """
         values, rest = divmod(size, self._item_bytes)
         if rest:
-            raise ValueError(f"{size} bytes are no whole number of {self.dtype} values")
+            raise ValueError(f"{size} bytes are not a whole number of {self.dtype} values")
         return values + _SCALE_BYTES * -(-values // self.row)
 
     def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:

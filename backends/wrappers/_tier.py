@@ -73,7 +73,7 @@ def wrap(tier: Tier, *wrappers: Wrapper, block_bytes: int) -> WrappedTier:
         TypeError: this is no tier, or one that gives out its pages, as :class:`backends.maru.l1.MaruL1`.
     """
     if not isinstance(tier, Tier):
-        raise TypeError(f"{tier!r} cannot be wrapped: it is no backends.abc.Tier")
+        raise TypeError(f"{tier!r} cannot be wrapped: it is not a backends.abc.Tier")
     chain = Chain(wrappers, block_bytes)
     return WrappedTier(tier, chain, _slot_of(tier, chain.slot_bytes))
 

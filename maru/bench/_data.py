@@ -208,7 +208,7 @@ class _Work:
     def _copy_out(self, at: int, infos: Sequence[MemoryInfo | None]) -> None:
         for address, info in zip(self._memory.addresses[at], infos, strict=True):
             if info is None:
-                raise BenchFailed("what was stored is missing")
+                raise BenchFailed("stored keys are missing")
             ctypes.memmove(address, info.address, info.length)
             info.check()
 

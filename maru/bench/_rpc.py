@@ -390,4 +390,4 @@ def _drop(client: Bare, token: bytes, batches: Sequence[Sequence[str]]) -> None:
     for start in range(0, len(keys), _AT_ONCE):
         reply = client.ask(Code.DROP, DropRequest(token, 0, 0, keys[start : start + _AT_ONCE]))
         if any(reply.answers):
-            raise BenchFailed("what was registered could not be deleted")
+            raise BenchFailed("registered keys could not be deleted")

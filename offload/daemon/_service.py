@@ -291,7 +291,7 @@ class Service:
             text = f"{name} is of version {since}, and this session speaks {session.version} of {OLDEST} to {VERSION}"
             raise Refusal("version", text)
         if self.draining and type(request) in _BEGINS_WORK:
-            raise Refusal("draining", "the daemon is about to end")
+            raise Refusal("draining", "the daemon is shutting down")
         most = self.sessions.limits.requests * (2 if type(request) in _ENDS_WORK else 1)
         if len(session.requests) >= most:
             raise Refusal("full", f"{len(session.requests)} requests are under way, as many as may be")
@@ -320,7 +320,7 @@ class Service:
             text = f"this daemon speaks versions {OLDEST} to {VERSION}, the engine {request.oldest} to {request.newest}"
             raise Refusal("version", text)
         if self.draining:
-            raise Refusal("draining", "the daemon is about to end")
+            raise Refusal("draining", "the daemon is shutting down")
         tenant = self.tenants.of(request.credential)
         if tenant is None:
             raise Refusal("credential", "no tenant has this credential")

@@ -79,7 +79,7 @@ async def test_a_first_level_names_keys_the_same_way() -> None:
             assert await tier.contains(TEXTS) == set(TEXTS)
             async with await l1.reserve_read(TEXTS) as lease:
                 assert list(lease.keys) == TEXTS
-            with pytest.raises(ValueError, match="is no text"):
+            with pytest.raises(ValueError, match="is not UTF-8"):
                 await l1.reserve_write([b"\xff"])
             assert await l1.clear() == dict.fromkeys(TEXTS, Deletion.DELETED)
 
@@ -111,9 +111,9 @@ async def test_a_key_is_as_long_as_its_name_allows(names: Any, per_byte: int) ->
 
 def test_a_key_that_is_no_text_or_begins_like_a_salt_has_no_name() -> None:
     texts = KeyNaming.of("text")
-    with pytest.raises(ValueError, match="is no text in UTF-8"):
+    with pytest.raises(ValueError, match="is not UTF-8, as keys must be with key_names = text"):
         texts.names([b"\xff"])
-    with pytest.raises(ValueError, match="begins like the salt of a tenant"):
+    with pytest.raises(ValueError, match="begins with the salt of a tenant"):
         texts.names([b"\x1f3:bob0:\x1fkey"])
 
 

@@ -125,7 +125,7 @@ async def test_one_instance_holds_one_model_and_says_so() -> None:
             (SHAPES, DTYPE, {"fmt": "other"}),
             (SHAPES, DTYPE, {"chunk_size_in_tokens": 32}),
         ]:
-            with pytest.raises(LayoutMismatch, match=r"one model.*another one: .*One MaruL1 has one layout"):
+            with pytest.raises(LayoutMismatch, match=r"already has another layout than .*One MaruL1 has one layout"):
                 await l1.register_kv_layout(shapes, dtype, **more)
         assert await store(l1, keys_of(2)) == [STORED] * 2
         await all_is_free(l1, keys=keys_of(2))
@@ -168,7 +168,7 @@ async def test_a_pool_without_memory_is_no_reason_not_to_read(caplog: pytest.Log
 
 
 async def test_it_says_what_it_refuses() -> None:
-    with pytest.raises(ValueError, match="register_kv_layout says"):
+    with pytest.raises(ValueError, match="register_kv_layout sets"):
         MaruL1(chunk_size_bytes=4096)
     l1 = MaruL1(MaruConfig(pool_size=1 << 20))
     with pytest.raises(HandlerClosed, match="async with"):
@@ -177,7 +177,7 @@ async def test_it_says_what_it_refuses() -> None:
         async with open_l1(server.endpoints[0], pool_size=BLOCK - 1, register=False) as l1:
             with pytest.raises(MaruError, match="pool_size"):
                 await l1.register_kv_layout(SHAPES, DTYPE)
-            with pytest.raises(RuntimeError, match="entered before"):
+            with pytest.raises(RuntimeError, match="was already entered"):
                 await l1.__aenter__()
         async with open_l1(server.endpoints[0]) as l1:
             for what in (l1.reserve_write, l1.reserve_read):
@@ -194,7 +194,7 @@ async def test_it_says_what_it_refuses() -> None:
 
 async def test_it_is_no_tier_of_an_engine_and_takes_no_wrappers() -> None:
     async with MaruL1() as l1:
-        with pytest.raises(TypeError, match=r"MaruL1 .* cannot be wrapped: it is no backends.abc.Tier"):
+        with pytest.raises(TypeError, match=r"MaruL1 .* cannot be wrapped: it is not a backends.abc.Tier"):
             wrap(l1, Zstd(), block_bytes=BLOCK)  # type: ignore[arg-type]
         with pytest.raises(offload.OffloadError, match=r"MaruL1 .* must be a backends.abc.Tier"):
             async with offload.open_engine(MemoryTier(BLOCK, BLOCK), [l1]):  # type: ignore[list-item]
@@ -480,7 +480,7 @@ async def test_a_commit_without_any_answer_is_unproven_and_its_pages_come_back()
     ):
         wire.decide = lambda code, number: Fate.LOSE_ANSWER if code in (Code.STORE, Code.RESOLVE) else Fate.PASS
         async with impatient(handler_of(l1), 0.08, Code.STORE, Code.RESOLVE):
-            with pytest.raises(Unproven, match="nobody knows whether 4 blocks are stored"):
+            with pytest.raises(Unproven, match="it is unknown whether 4 blocks are stored"):
                 await store(l1, keys)
         assert l1.report_status().unproven == 4
         wire.decide = lambda code, number: Fate.PASS

@@ -47,7 +47,7 @@ def test_dtypes_have_one_name_wherever_they_come_from():
         ([(-2, -2)], "float16", {}, "has no bytes"),
         ([(2,)], "complex64", {}, "is not a dtype of a KV cache"),
         ([(2,)], object(), {}, "is not a dtype"),
-        ([(2,)], "float16", {"full_chunk_size_bytes": 5}, "have 4 bytes, and full_chunk_size_bytes is 5"),
+        ([(2,)], "float16", {"full_chunk_size_bytes": 5}, "full_chunk_size_bytes is 5, but these tensors have 4 bytes"),
     ],
 )
 def test_what_is_no_layout_is_refused(shapes, dtypes, more, text):

@@ -606,7 +606,7 @@ async def test_damage_is_looked_for_in_vain_where_the_lease_is_cut_meanwhile(aut
                 return await sums(*args, **more)
 
             monkeypatch.setattr(site.l1, "_sums", cut)
-            with pytest.raises(LeaseLost, match="were let go"):
+            with pytest.raises(LeaseLost, match="keys were released"):
                 await lease.damaged()
             lease.keep(KNOWN[:1])  # of all of them: nothing changes
         await at_rest(world, site)

@@ -540,7 +540,7 @@ def test_pages_that_do_not_match_are_refused():
             copy(new_pages(2, 8), new_pages(2, 9))
         with pytest.raises(ValueError, match="cannot copy"):
             copy(new_pages(2, 300 << 10), new_pages(1, 300 << 10))
-    with pytest.raises(ValueError, match="of one size"):
+    with pytest.raises(ValueError, match="must have one size"):
         pages_of([bytearray(1), bytearray(2)])
     with pytest.raises(ValueError, match="writable"):
         pages_of([b"read-only"])

@@ -386,7 +386,7 @@ def test_freed_block_says_so(pool: MemoryPool) -> None:
 def test_block_of_another_pool_is_refused(make: Make) -> None:
     one, two = make(), make()
     block = block_for(one, torch.empty(10))
-    with pytest.raises(ValueError, match="is not of"):
+    with pytest.raises(ValueError, match="does not belong to"):
         two.free(block)
 
 

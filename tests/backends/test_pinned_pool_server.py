@@ -223,7 +223,7 @@ def test_memory_refused_for_bytes_on_their_way_costs_no_block(
 
 def test_one_pool_for_each_client_and_all_of_them_bounded(server: PinnedPoolServer) -> None:
     with client_of(server, 40) as one:
-        with pytest.raises(PoolRefused, match="has its pool already"):
+        with pytest.raises(PoolRefused, match="already has its pool"):
             one.allocate_pool_memory(MIB)
         with pytest.raises(PoolRefused, match="are left"), client_of(server, 40):
             pass
@@ -238,13 +238,13 @@ def test_pool_comes_before_blocks(server: PinnedPoolServer) -> None:
     client = PinnedPoolClient(address_of(server))
     try:
         for call in (lambda: client.allocate_from_pool(1), client.get_usage_info, lambda: client.free_from_pool([1])):
-            with pytest.raises(PoolRefused, match="AllocatePoolMemory comes first"):
+            with pytest.raises(PoolRefused, match="send AllocatePoolMemory first"):
                 call()
         with pytest.raises(PoolRefused):
             _ = client.info
         with pytest.raises(PoolRefused):
             client.copy_to_pool(0, 0, b"x")
-        with pytest.raises(PoolRefused, match="at least one byte"):
+        with pytest.raises(PoolRefused, match="nbytes = 0: must be at least 1"):
             client.allocate_pool_memory(0)
     finally:
         client.close()
@@ -772,11 +772,11 @@ def test_what_is_no_pinned_pool_is_told_as_that() -> None:
 
         thread = threading.Thread(target=greet)
         thread.start()
-        with pytest.raises(PoolLost, match="is no pinned pool"):
+        with pytest.raises(PoolLost, match="is not a pinned pool"):
             PinnedPoolClient(f"ipc://{directory}/mail.sock")
         thread.join()
     for wrong in ("nowhere", "host:", ":1", "host:99999", "host:x"):
-        with pytest.raises(ValueError, match="no host:port"):
+        with pytest.raises(ValueError, match="not host:port"):
             PinnedPoolClient(wrong)
 
 
@@ -829,7 +829,7 @@ def test_a_remote_client_of_a_server_that_was_restarted_is_told_that_its_pool_is
         port = first.port
         client = PinnedPoolClient(remote_address_of(first), timeout=PATIENCE, shared_memory=False)
         client.allocate_pool_memory(MIB)
-    with server_in_thread(insecure=True, port=port), pytest.raises(PoolLost, match="Hello comes first"):
+    with server_in_thread(insecure=True, port=port), pytest.raises(PoolLost, match="the first request must be Hello"):
         client.get_usage_info()
     client.close()
 

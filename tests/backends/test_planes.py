@@ -13,7 +13,7 @@ from backends.device import DeviceTier
 SHAPE = (2, 6, 8, 4, 16)  # keys and values, blocks, tokens, heads, head_dim
 AXES = {"kv": 0, "head": 3}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int8]
-ALL_MOVED = "8 of 8 planes are in each other's places: layer 0 kv 0 head 0 holds"
+ALL_MOVED = "8 of 8 planes are swapped: layer 0 kv 0 head 0 holds"
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_a_slice_of_a_packed_axis_is_a_tensor_of_its_own() -> None:
     packed[1] = packed[1].roll(16, -1)
     (after,) = planes.samples([1])
     assert difference(planes.plane_names, before, after) == (
-        "8 of 8 planes are in each other's places: keys head 0 holds values head 0"
+        "8 of 8 planes are swapped: keys head 0 holds values head 0"
     )
 
 
@@ -87,14 +87,14 @@ def test_a_pattern_follows_from_names_and_not_from_where_planes_lie() -> None:
         (lambda block: block, None),
         (
             lambda block: block.flip(0),
-            "8 of 8 planes are in each other's places: layer 0 kv 0 head 0 holds layer 0 kv 1 head 0",
+            "8 of 8 planes are swapped: layer 0 kv 0 head 0 holds layer 0 kv 1 head 0",
         ),
         (
             lambda block: block.roll(1, 2),
-            "8 of 8 planes are in each other's places: layer 0 kv 0 head 0 holds layer 0 kv 0 head 3",
+            "8 of 8 planes are swapped: layer 0 kv 0 head 0 holds layer 0 kv 0 head 3",
         ),
-        (lambda block: block[:, :, [1, 0, 2, 3]], "4 of 8 planes are in each other's places"),
-        (lambda block: torch.randn(block.shape), "8 of 8 planes are other ones, the first of them layer 0 kv 0 head 0"),
+        (lambda block: block[:, :, [1, 0, 2, 3]], "4 of 8 planes are swapped"),
+        (lambda block: torch.randn(block.shape), "8 of 8 planes are wrong, the first of them layer 0 kv 0 head 0"),
         (lambda block: block * (1 + 0.02 * torch.randn(block.shape)), None),
         (lambda block: block.to(torch.float8_e4m3fn).float(), None),
     ],
@@ -127,8 +127,8 @@ def test_samples_of_another_layout_are_different() -> None:
     [
         ({"tensors": {}}, "empty"),
         ({"tensors": {"a": torch.zeros(0, 4)}}, "holds no blocks"),
-        ({"tensors": {"a": torch.zeros(3, 4)}, "plane_axes": {"head": 2}}, "has 2 axes"),
-        ({"tensors": {"a": torch.zeros(3, 4)}, "plane_axes": {"head": 0}}, "each of another meaning"),
+        ({"tensors": {"a": torch.zeros(3, 4)}, "plane_axes": {"head": 2}}, "are not all axes of a, which has 2"),
+        ({"tensors": {"a": torch.zeros(3, 4)}, "plane_axes": {"head": 0}}, "must be different"),
     ],
 )
 def test_axes_that_cannot_be_are_refused(arguments, says) -> None:

@@ -51,7 +51,7 @@ def test_what_a_completion_says(kind, ok, bits, done, fault):
 
 def test_a_failure_without_a_reason_says_so():
     _, why = judge(Kind.SET, 1, False, "", None)
-    assert "does not say why" in str(why)
+    assert "the plugin gave no reason" in str(why)
 
 
 def test_a_completion_ends_its_operation_once():

@@ -502,7 +502,7 @@ async def test_a_store_task_that_is_told_without_an_id_loses_no_other(adapter, s
 async def test_a_plugin_that_cannot_be_opened_says_so_also_if_it_cannot_be_closed_either(connector):
     connector.event_fd = lambda: "a descriptor"
     connector.close_error = OSError("as told")
-    with pytest.raises(PluginTypeError, match="which is no descriptor") as raised:
+    with pytest.raises(PluginTypeError, match="not a descriptor") as raised:
         async with hosted(connector):
             raise AssertionError("it opened")
     assert connector.closed == 1 and "close raised OSError('as told')" in raised.value.__notes__[0]
@@ -552,7 +552,7 @@ async def test_a_descriptor_that_is_something_else_by_now_breaks_the_line(connec
         os.close(other)
         error = await left_by(mock_clock, 1, tier.contains, KEYS)  # not only at the deadline
         assert isinstance(error, NoAnswer)
-        assert "was closed, and is another file now" in str(error)
+        assert "was closed, and now belongs to another file" in str(error)
 
 
 async def test_a_descriptor_that_the_plugin_closes_is_nobody_elses(connector, mock_clock):

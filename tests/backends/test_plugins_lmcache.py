@@ -389,7 +389,7 @@ async def test_three_descriptors_are_three(adapter):
 @pytest.mark.parametrize("fd", [None, -3, "4"])
 async def test_a_descriptor_is_one(fd, adapter):
     adapter.get_load_event_fd = lambda: fd
-    with pytest.raises(PluginTypeError, match="which is no descriptor"):
+    with pytest.raises(PluginTypeError, match="not a descriptor"):
         async with hosted(adapter):
             pass
 

@@ -503,7 +503,7 @@ async def test_what_drain_returns_must_be_completions(connector, mock_clock):
 @pytest.mark.parametrize("fd", ["3", None, -1, True])
 async def test_a_descriptor_must_be_one(fd, connector):
     connector.event_fd = lambda: fd
-    with pytest.raises(PluginTypeError, match="which is no descriptor"):
+    with pytest.raises(PluginTypeError, match="not a descriptor"):
         async with hosted(connector):
             pass
     assert connector.closed == 1
@@ -556,7 +556,7 @@ async def test_two_hosts_cannot_listen_to_one_descriptor(connector):
             except PluginFault as fault:
                 broken.append(str(fault))
         assert len(broken) == 1
-        assert "another host waits for descriptor" in broken[0]
+        assert "another host already waits for descriptor" in broken[0]
 
 
 # --- submitting -----------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def test_a_module_is_imported_when_its_name_is_first_asked_for(registry, module)
 def test_a_module_that_does_not_register_its_name(registry, module):
     module("")
     register_tier_module("lazy", MODULE)
-    with pytest.raises(PluginTypeError, match="should register the tier 'lazy' when it is imported, and did not"):
+    with pytest.raises(PluginTypeError, match="did not register the tier 'lazy' when it was imported"):
         make_tier("lazy", block_bytes=SIZE)
 
 
@@ -172,7 +172,7 @@ def test_an_entry_point(registry, entry_point, module):
     assert {"shelf", "other"} <= set(known_tiers())
     assert MODULE not in sys.modules
     assert make_tier("shelf", block_bytes=SIZE).statistics().capacity_bytes == 7 * SIZE
-    with pytest.raises(PluginTypeError, match="should register the tier 'other'"):
+    with pytest.raises(PluginTypeError, match="did not register the tier 'other'"):
         make_tier("other", block_bytes=SIZE)
 
 
@@ -291,7 +291,7 @@ def test_the_four_steps_to_the_config_class(attribute, more, said, expected, mod
         (
             {"class_name": "Plain"},
             TypeError,
-            "is no plugin: a tier would derive from backends.abc.Tier; .*; an L2 adapter of LMCache would",
+            "is not a plugin: a tier would derive from backends.abc.Tier; .*; an L2 adapter of LMCache would",
         ),
         ({"class_name": "Open"}, TypeError, "leaves abstract methods open: close, reserve"),
         (
@@ -375,7 +375,7 @@ def test_a_connector_whose_parameters_do_not_fit(module):
     spec = {"type": "native_plugin", "module_path": MODULE, "class_name": "Strict"}
     with pytest.raises(PluginTypeError, match="missing a required argument: 'host'"):
         make_tier(spec, block_bytes=SIZE)
-    with pytest.raises(PluginTypeError, match="is no plugin: a native connector would need event_fd"):
+    with pytest.raises(PluginTypeError, match="is not a plugin: a native connector would need event_fd"):
         make_tier({**spec, "module_path": "tests.support.plugin_peers", "class_name": "LoopAdapter"}, block_bytes=SIZE)
 
 
@@ -400,9 +400,9 @@ def test_an_unknown_name_says_what_there_is_and_where_it_was_looked_for():
         ),
         ("tests.support.plugin_peers:GET", PluginTypeError, "is 0, which cannot be called"),
         ("tests.support.plugin_peers:Bitmap", PluginTypeError, "cannot be called with"),
-        ("builtins:dict", PluginTypeError, "builtins:dict is no plugin"),
-        ({"type": 3}, ValueError, "has a 'type', a string"),
-        ({}, ValueError, "has a 'type', a string"),
+        ("builtins:dict", PluginTypeError, "builtins:dict is not a plugin"),
+        ({"type": 3}, ValueError, "must have a 'type', a string"),
+        ({}, ValueError, "must have a 'type', a string"),
         ("{nonsense", ValueError, "is not JSON"),
         ({"type": "memory", "capacity_bytes": "1 parsec"}, ValueError, "must be a size such as"),
         ({"type": "memory", "capacity_bytes": True}, ValueError, "must be a size such as"),
@@ -410,7 +410,7 @@ def test_an_unknown_name_says_what_there_is_and_where_it_was_looked_for():
         ({"type": "plugin"}, ValueError, "lacks module_path and class_name"),
         ({"type": "native_plugin", "module_path": "x"}, ValueError, "lacks class_name"),
         ({"type": "memory", "capacity_byte": 3}, ValueError, "did you mean capacity_bytes?"),
-        ({"type": "memory", "block_bytes": 3}, ValueError, "block_bytes = 3: is given already"),
+        ({"type": "memory", "block_bytes": 3}, ValueError, "block_bytes = 3: is already set"),
         ({"type": "file", "directory": "/nowhere", "fsnc": True}, ValueError, "did you mean fsync?"),
         ({"type": "file", "directory": 3}, ValueError, "directory = 3: must be a path"),
         ({"type": "maru", "pool_siz": 3}, ValueError, "did you mean pool_size?"),

@@ -132,7 +132,7 @@ def test_one_tenant_may_say_it_twice_and_another_not_meanwhile():
     first, second = salts.carry([b"a"], "alice"), salts.carry([b"a"], "alice")
     first()
     first()
-    with pytest.raises(ValueError, match="under way for another tenant than 'bob'"):
+    with pytest.raises(ValueError, match="in use for another tenant than 'bob'"):
         salts.carry([b"a"], "bob")
     second()
     salts.carry([b"a"], "bob")

@@ -38,13 +38,13 @@ class OtherCipher(Spy):
     ("wrappers", "says"),
     [
         ([], "a chain needs at least one wrapper"),
-        ([Zstd(), Zstd(level=3)], "each wrapper is of use once"),
+        ([Zstd(), Zstd(level=3)], "each wrapper can be used only once"),
         ([Zstd(), FP8], r"not Zstd\(level=1\), Fp8\(.*\), but Fp8\(.*\), Zstd"),
-        ([AesGcm(SECRETS), Zstd()], r"what encrypts last: not AesGcm\(...\), Zstd\(level=1\), but Zstd"),
-        ([AesGcm(SECRETS), FP8], "what loses something comes first"),
-        ([FP8, AesGcm(SECRETS), Zstd()], "encrypts last"),
+        ([AesGcm(SECRETS), Zstd()], r"and encryption last: not AesGcm\(...\), Zstd\(level=1\), but Zstd"),
+        ([AesGcm(SECRETS), FP8], "lossy wrappers must come first"),
+        ([FP8, AesGcm(SECRETS), Zstd()], "encryption last"),
         ([AesGcm(SECRETS), OtherCipher()], "a block is encrypted once"),
-        ([Zstd(), "gzip"], "'gzip' is no wrapper: it needs id, lossy, bound, encode and decode"),
+        ([Zstd(), "gzip"], "'gzip' is not a wrapper: it needs id, lossy, bound, encode and decode"),
     ],
 )
 def test_an_order_that_cannot_be_meant_is_refused_and_the_right_one_named(wrappers, says):
@@ -143,7 +143,7 @@ def test_bounds_are_what_the_documentation_says(size):
 
 
 def test_blocks_that_are_no_whole_number_of_values_are_refused_when_the_tier_is_wrapped():
-    with pytest.raises(ValueError, match="63 bytes are no whole number of float16 values"):
+    with pytest.raises(ValueError, match="63 bytes are not a whole number of float16 values"):
         slot_bytes(63, FP8)
 
 

@@ -158,7 +158,7 @@ async def test_a_remote_tier_stays_one():
     ("inner", "error", "says"),
     [
         (lambda: MemoryTier(8 * 64, 64), BlockSizeError, "holds blocks of 64 bytes, not of"),
-        (lambda: object(), TypeError, "cannot be wrapped: it is no backends.abc.Tier"),
+        (lambda: object(), TypeError, "cannot be wrapped: it is not a backends.abc.Tier"),
         (lambda: trio.Event(), TypeError, "cannot be wrapped"),
     ],
 )
@@ -470,7 +470,7 @@ async def test_a_wrapper_that_lies_about_what_it_made_stores_nothing(says):
     spy = Spy()
     spy.says = says
     tier = memory([spy])
-    with pytest.raises(BrokenWrapper, match=f"made {says} bytes"):
+    with pytest.raises(BrokenWrapper, match=f"returned {says} bytes, but its bound is"):
         await store(tier, BLOCKS)
     assert tier.contains_nowait(KEYS) == set()
     at_rest(tier)

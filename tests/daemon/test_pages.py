@@ -743,7 +743,7 @@ async def test_a_daemon_that_drains_refuses_new_pages_and_takes_those_that_were_
     async with paged(path) as running, opened(running) as pages:
         reservation = await pages.reserve_write(keys_of(1))
         running._service.draining = True
-        with pytest.raises(DaemonUnavailable, match="about to end"):
+        with pytest.raises(DaemonUnavailable, match="the daemon is shutting down"):
             await pages.reserve_write(keys_of(1, "late"))
         fill(reservation)
         assert list(await pages.commit(reservation)) == [STORED]

@@ -140,7 +140,7 @@ async def test_a_plugin_that_nobody_has_entered_is_closed_once_and_not_opened_an
     tier = NativeTier(Connector(), SIZE)
     tier.close()
     tier.close()
-    with pytest.raises(PlaceClosed, match="was closed: a plugin is opened once"):
+    with pytest.raises(PlaceClosed, match="was closed: a plugin can be opened only once"):
         await tier.__aenter__()
 
 
@@ -275,7 +275,7 @@ async def test_a_plugin_that_was_opened_in_vain_is_not_tried_for_ever(caplog: py
         with trio.fail_after(10):
             while engine.statistics().health["mute"].next_probe != math.inf:  # noqa: ASYNC110  # its own time
                 await trio.sleep(0.01)
-        assert "a plugin is opened once" in engine.statistics().health["mute"].cause
+        assert "a plugin can be opened only once" in engine.statistics().health["mute"].cause
     assert "OSError: out of order" in caplog.text
 
 

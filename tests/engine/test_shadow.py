@@ -70,7 +70,7 @@ async def test_a_planted_fault_is_found_within_200_loads(fault: Any, monkeypatch
         assert found, f"not within {loads} loads"
         assert found[0].tier == "host"
         assert engine.statistics().shadow.mismatches == {found[0].found_by: len(found)}
-        places = "planes are in each other's places" if fault in LAYOUTS else "planes are other ones"
+        places = "planes are swapped" if fault in LAYOUTS else "planes are wrong"
         assert places in found[0].what
 
 
@@ -293,7 +293,7 @@ async def test_explain_says_when_it_was_found_wrong_where_and_what_was_different
         (told, *_) = (await engine.explain(keys)).blocks
         assert told.cause.value == "withheld"
         assert told.text.startswith("withheld until it is stored anew: not what its key stands for; loaded from host")
-        assert "16 of 16 planes are in each other's places" in told.text
+        assert "16 of 16 planes are swapped" in told.text
         await world.store(engine, 1)
         assert {block.cause.value for block in (await engine.explain(keys)).blocks} == {"found"}
 
@@ -477,7 +477,7 @@ async def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_star
     fault(monkeypatch)
     async with world.open() as engine:
         began = time.perf_counter()
-        with pytest.raises(LayoutCheckFailed, match="planes are in each other's places"):
+        with pytest.raises(LayoutCheckFailed, match="planes are swapped"):
             await engine.check_layout(world.cache.tier.canary(7), "our layout")
         assert time.perf_counter() - began < 1
         assert [seen.found_by for seen in world.seen.mismatches] == ["layout"]
@@ -500,7 +500,7 @@ async def test_a_layout_of_the_same_shape_that_another_process_has_stored_is_fou
         if axes == {"kv": 0, "head": 3}:
             assert (await engine.check_layout(ours.tier.canary(0), "one name")).shared
         else:
-            with pytest.raises(LayoutCheckFailed, match="8 planes are in each other's places"):
+            with pytest.raises(LayoutCheckFailed, match="8 planes are swapped"):
                 await engine.check_layout(ours.tier.canary(0), "one name")
             assert (await engine.check_layout(ours.tier.canary(0), "another name")).shared
 

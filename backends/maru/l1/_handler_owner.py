@@ -52,7 +52,7 @@ class HandlerOwner:
         """
         self.check_open(who)
         if self._handler is None:
-            raise NoLayout(f"{who!r}: call register_kv_layout first; a page has the size that the layout says")
+            raise NoLayout(f"{who!r}: call register_kv_layout first, which sets the size of a page")
         return self._handler
 
     def check_open(self, who: object) -> trio.Nursery:

@@ -106,7 +106,7 @@ def layout_of(
         names = [_name_of(dtypes)] * len(shapes)
     if not shapes or len(names) != len(shapes):
         raise ValueError(
-            f"{len(shapes)} shapes and {len(names)} dtypes: a block has at least one tensor, each with both"
+            f"{len(shapes)} shapes and {len(names)} dtypes: must be one of each per tensor, for at least one tensor"
         )
     tensors: list[TensorPlace] = []
     end = 0
@@ -119,7 +119,7 @@ def layout_of(
         tensors.append(TensorPlace(tuple(map(int, shape)), name, offset, nbytes))
         end = offset + nbytes
     if full_chunk_size_bytes not in (None, end):
-        raise ValueError(f"these tensors have {end} bytes, and full_chunk_size_bytes is {full_chunk_size_bytes}")
+        raise ValueError(f"full_chunk_size_bytes is {full_chunk_size_bytes}, but these tensors have {end} bytes")
     return KVLayout(tuple(tensors), str(fmt), chunk_size_in_tokens)
 
 

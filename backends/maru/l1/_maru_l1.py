@@ -88,7 +88,7 @@ class MaruL1:
         **knobs: Any,
     ) -> None:
         if "chunk_size_bytes" in knobs:
-            raise ValueError("chunk_size_bytes is the size of a block, which register_kv_layout says")
+            raise ValueError("chunk_size_bytes cannot be set: it is the size of a block, which register_kv_layout sets")
         # A pool of any size will do until the size of a page is known.
         self.config: MaruConfig = attrs.evolve(MaruConfig() if config is None else config, chunk_size_bytes=1, **knobs)
         """The settings of its handler, without ``chunk_size_bytes``.
@@ -114,7 +114,7 @@ class MaruL1:
     async def __aenter__(self) -> MaruL1:
         """Start its nursery, without opening a session yet."""
         if self._life is not None:
-            raise RuntimeError(f"{self!r} was entered before")
+            raise RuntimeError(f"{self!r} was already entered")
         self._life = self._handler_owner.run()
         await self._life.__aenter__()
         return self
@@ -172,7 +172,7 @@ class MaruL1:
                 self._layout = layout
             elif self._layout != layout:
                 raise LayoutMismatch(
-                    f"{self!r} holds blocks of one model, and this is another one: {layout}. "
+                    f"{self!r} already has another layout than {layout}. "
                     "One MaruL1 has one layout: open another one, with a pool of its own"
                 )
             handler = self._handler_owner.require_handler(self)
@@ -262,7 +262,7 @@ class MaruL1:
                 return outcomes
         counts.unproven += len(keys)
         raise Unproven(
-            f"{self!r}: nobody knows whether {len(keys)} blocks are stored; their pages are used again once that is known"
+            f"{self!r}: it is unknown whether {len(keys)} blocks are stored; their pages are reused once that is known"
         ) from why
 
     # --- reading --------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ class ViewLease:
         found = await self._l1._sums(addresses, held, wanted=True) or ()
         self.check()
         if held.addresses is not addresses:
-            raise LeaseLost(f"{self!r}: keys were let go while they were read")
+            raise LeaseLost(f"{self!r}: keys were released while they were read")
         return [key for key, was, now in zip(self.keys, expected, found, strict=True) if was is not None and was != now]
 
     def _pages(self) -> Pages:

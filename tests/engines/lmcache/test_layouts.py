@@ -65,7 +65,7 @@ def test_a_layout_that_is_loaded_otherwise_than_stored_is_found_before_anything_
         else:
             assert cache.load(KEYS, objects(2, PAGE), describe=looking_like()) == [False, False]
         assert failures(cache) == {"start: layout": 1, f"{first}: layout": 2}
-        assert "planes are in each other's places" in cache.cache.report()["last_failures"]["layout"]
+        assert "planes are swapped" in cache.cache.report()["last_failures"]["layout"]
         assert not store(cache).success
         assert cache.load(KEYS, objects(2, PAGE), describe=looking_like()) == [False, False]
 

@@ -78,7 +78,7 @@ def test_a_layout_that_is_loaded_otherwise_than_stored_is_found_at_the_start(fau
     fault(monkeypatch)
     with open_backend(LayerFirstPool()) as backend:
         assert failures(backend) == {"start: layout": 1}
-        assert "planes are in each other's places" in backend.report_status()["last_failures"]["layout"]
+        assert "planes are swapped" in backend.report_status()["last_failures"]["layout"]
         assert backend.batch_set_v1(hashes(2), tokens(0, 1)) == [False, False]
         assert backend.batch_exists(hashes(2)) == 0
         assert backend.batch_get_v1(hashes(2), tokens(8, 9)) == [False, False]
