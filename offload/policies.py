@@ -66,7 +66,7 @@ def PresenceFilter(tier: TransferExecutor) -> Policy | AsyncPolicy:
     if tier.capabilities.answers_at_once:
         return _PresentNow(tier)
     if not isinstance(tier, Tier):
-        raise TypeError(f"{tier!r} cannot be asked what it has: it is no backends.abc.Tier")
+        raise TypeError(f"tier = {tier!r}: must be a backends.abc.Tier")
     return _PresentWhenAsked(tier)
 
 
@@ -306,7 +306,7 @@ def in_thread(policy: Policy) -> AsyncPolicy:
     """
     plain = as_policy(policy)
     if isinstance(plain, AsyncPolicy):
-        raise TypeError(f"{policy!r} is async already: in_thread takes a plain policy")
+        raise TypeError(f"{policy!r} is already async: in_thread takes a plain policy")
     return ThreadedPolicy(plain)
 
 

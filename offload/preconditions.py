@@ -66,7 +66,7 @@ def as_precondition(value: object) -> Precondition:
     if callable(getattr(value, "query", None)) and callable(getattr(value, "synchronize", None)):
         return CudaEvent(cast(Query, value))
     raise TypeError(
-        f"{value!r} is no precondition{_hint(value)}. One is offload.NO_WAIT, a trio.Event, "
+        f"{value!r} is not a precondition{_hint(value)}. Use offload.NO_WAIT, a trio.Event, "
         "an offload.from_thread.Event, a torch.cuda.Event, an async function, or an offload.abc.Precondition"
     )
 
@@ -259,7 +259,7 @@ class CudaEvent(Precondition):
 
     def __init__(self, event: Query) -> None:
         if getattr(event, "cuda_event", getattr(event, "event_id", None)) == 0:
-            raise ValueError(f"{event!r} was never recorded: record it behind the work to wait for")
+            raise ValueError(f"{event!r} was never recorded: record it after the work to wait for")
         self._event = event
         self._made_in_round = _watcher.rounds
         self._over = ThreadEvent()

@@ -104,7 +104,7 @@ def _check_name(instance: object, attribute: attrs.Attribute[Any], value: object
 def _check_policies(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     for policy in value if isinstance(value, tuple) else ():
         if isinstance(policy, Mapping) and not isinstance(policy.get("type"), str):
-            raise ConfigError(attribute.name, policy, "has no type: a name, or module:attribute")
+            raise ConfigError(attribute.name, policy, "has no type: set a name, or module:attribute")
         if not (isinstance(policy, str | Mapping | AsyncPolicy) or callable(policy)):
             raise ConfigError(attribute.name, policy, "must be a policy, a name, module:attribute, or a table")
 
@@ -192,9 +192,9 @@ def _check_tiers(instance: object, attribute: attrs.Attribute[Any], value: objec
         raise ConfigError("tiers", value, "must be a table of tiers by name, the fastest first")
     for name, tier in value.items():
         if not isinstance(name, str) or not name:
-            raise ConfigError("tiers", name, "must be a name")
+            raise ConfigError("tiers", name, "must be a name, not empty")
         if not name.isprintable():
-            raise ConfigError("tiers", name, "must be a name of printable characters: it stands in logs and metrics")
+            raise ConfigError("tiers", name, "must consist of printable characters: it appears in logs and metrics")
         if name == SOURCE:
             raise ConfigError("tiers", name, "must be another name: routes use it for the engine's source")
         _check_place(f"tiers.{name}", tier, Tier)
@@ -399,7 +399,7 @@ class EngineConfig:
         """Make the daemon the one tier."""
         tiers: dict[str, TierLike] = {DAEMON: {"type": DAEMON_TIER, "url": self.daemon_url}}
         if self.tiers not in ({}, tiers):
-            raise ConfigError("daemon_url", self.daemon_url, "must be empty where there are tiers: the daemon has them")
+            raise ConfigError("daemon_url", self.daemon_url, "must be empty if tiers are set: the daemon has the tiers")
         object.__setattr__(self, "tiers", tiers)
 
     @property

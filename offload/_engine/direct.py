@@ -338,7 +338,7 @@ class DirectLookup:
             except Exception:
                 # Its blocks are in tiers that need no tenant; only blocks that a load would look for elsewhere are not
                 # found.
-                _log.exception("a hit of %d blocks goes without its tenant", len(hit.keys))
+                _log.exception("a hit of %d blocks is returned without its tenant", len(hit.keys))
         reads.conclusions.conclude_lookup(self._asked, hit, self.left_out)
 
 

@@ -462,7 +462,7 @@ class Engine:
         try:
             told = await tier.delete(keys, within=within, hurried=hurried)
             if len(told) != len(keys):
-                raise RuntimeError(f"{tier!r} answered {len(told)} deletions for {len(keys)} keys")
+                raise RuntimeError(f"{tier!r} returned {len(told)} deletions for {len(keys)} keys")
         except Exception as error:
             _log.warning("%s could not be asked to delete %d blocks: %r", name, len(keys), error)
             told = [Deletion.UNAVAILABLE] * len(keys)
@@ -653,7 +653,7 @@ class Engine:
         there = ", ".join(map(str, self._routes))
         _drop(blocks)
         raise ValueError(
-            f"to = {to!r}: no route leads there from {blocks.source!r}, only {there}; declare one: "
+            f"to = {to!r}: there is no route to it from {blocks.source!r}, only {there}; declare one: "
             f"routes=[offload.Route({to!r}, source='source')]"
         )
 

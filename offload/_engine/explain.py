@@ -407,9 +407,9 @@ def keys_in_question(
         return keys, []
     tokens = [token for token in what if not isinstance(token, bytes)]
     if naming is None or keys:
-        raise TypeError("what is a key, keys, or tokens with a naming=, which makes their keys")
+        raise TypeError("what must be a key, keys, or tokens with naming=, which makes their keys")
     if not operator and naming.tenant not in ("", tenant):
-        raise PermissionError(f"tenant {tenant!r} may not ask for the blocks of {naming.tenant!r}: operators only")
+        raise PermissionError(f"tenant {tenant!r} may not explain blocks of {naming.tenant!r}: only operators may")
     makers = [_maker(other, naming) for other in others if other != naming]
     return naming.keys(tokens), [(maker, maker.make(tokens)) for maker in allowed(makers, tenant, operator=operator)]
 

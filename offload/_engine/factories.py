@@ -34,7 +34,7 @@ def make_source(config: EngineConfig) -> Source | Tier:
     if not isinstance(source, str | Mapping):
         return source  # type: ignore[no-any-return]
     if not config.block_bytes:
-        raise ConfigError("block_bytes", 0, "must be the size of a block, since the source is made from its name")
+        raise ConfigError("block_bytes", 0, "must be the size of a block, since the source is created by name")
     made = make_tier("source", source, config.block_bytes)
     if made.source is None:
         error = ConfigError("source", source, f"cannot be read as a source: it is {made!r}")

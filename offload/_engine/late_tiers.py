@@ -269,7 +269,7 @@ class PlaceholderTier(ForwardingTier):
         """
         made: Tier | None = self.made
         if made is None:
-            raise ConnectionError(f"{self!r} is not there")
+            raise ConnectionError(f"{self!r} was not made yet")
         return made
 
     @property

@@ -169,14 +169,14 @@ class LayoutChecker:
         if what is not None:
             self.engine._announce(Mismatch(key, tier, "layout", what))
             raise LayoutCheckFailed(
-                f"a block stored in layout {self.layout or 'without a name'} comes back from {tier}: {what}"
+                f"a block stored in layout {self.layout or 'without a name'} was read wrong from {tier}: {what}"
             )
         return True
 
     async def _forget(self, key: Key) -> None:
         answers = await self.engine.delete([key], within=1.0)
         if answers != [Deletion.MISSING] and answers != [Deletion.DELETED]:
-            self.reason = self.reason or f"the block of the check stays: {answers[0].value}"
+            self.reason = self.reason or f"the block of the check was not deleted: {answers[0].value}"
 
 
 @asynccontextmanager

@@ -146,7 +146,7 @@ def check_computed(blocks: int, seconds: float, after: int) -> None:
         ValueError: less than one block, or a negative time or position.
     """
     if not (blocks >= 1 and 0 <= seconds < math.inf and after >= 0):
-        raise ValueError(f"{blocks!r} blocks behind {after!r} others in {seconds!r} s cannot have been computed")
+        raise ValueError(f"blocks = {blocks!r}, seconds = {seconds!r}, after = {after!r}: must be at least 1, 0, and 0")
 
 
 def _load_seconds(blocks: int, rate: LoadRate | None) -> float:

@@ -99,8 +99,8 @@ def precondition_of(destination: Destination, given: PreconditionLike | None) ->
         return as_precondition(given)
     if destination.on_device:
         raise TypeError(
-            f"precondition is missing: {destination!r:.80} lies on a device, which may still write to it. Pass an event "
-            "recorded behind that work, as torch.cuda.Event is one, or offload.NO_WAIT if there is none"
+            f"precondition is missing: {destination!r:.80} is on a device, which may still write to it. Pass an event "
+            "recorded after that work, such as a torch.cuda.Event, or offload.NO_WAIT if there is none"
         )
     return NO_WAIT
 
@@ -232,7 +232,7 @@ class Loading:
         try:
             answers = list(await tier.load(lease, destination))
             if len(answers) != blocks:
-                raise RuntimeError(f"{tier!r} answered {len(answers)} outcomes for {blocks} blocks")
+                raise RuntimeError(f"{tier!r} returned {len(answers)} outcomes for {blocks} blocks")
             if answers.count(LOADED) < blocks:
                 raise_unproven(answers)
         except Exception as error:

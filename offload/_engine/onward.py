@@ -88,7 +88,7 @@ class OnwardRoutes:
         check_keys(keys)
         held_pages = held_pages_of(self._tiers.get(tier))
         if held_pages is None:
-            raise ValueError(f"tier = {tier!r}: must be a page store, of {', '.join(self._tiers)}")
+            raise ValueError(f"tier = {tier!r}: must be a page store, one of {', '.join(self._tiers)}")
         await trio.lowlevel.checkpoint_if_cancelled()
         handles: list[TransferHandle] = []
         for pipeline in self.of(tier):

@@ -453,7 +453,7 @@ def _first_route(
     """Return the routes with ``policies`` on the one to the first tier."""
     first = next(iter(tiers), "")
     if any(route.to == first for route in routes):
-        raise TypeError(f"policies = {policies!r}: the route to {first} has its own; give them there")
+        raise TypeError(f"policies = {policies!r}: the route to {first} already has policies; set them there")
     return [Route(first, policies=tuple(policies)), *routes]
 
 

@@ -150,7 +150,7 @@ async def _enter_by_reconnector(
                 name, tier.made
             )  # as soon as it is made; its evictions can be watched before it is entered
         elif (now := _kind_of(name, tier)) != kind:
-            raise TypeError(f"it is of another kind than before it was entered: {now}, not {kind}")
+            raise TypeError(f"its kind changed when it was entered: {now}, not {kind}")
         size: int = (tier.made if isinstance(tier, PlaceholderTier) else tier).block_bytes
         if size and source.block_bytes and size != source.block_bytes:
             raise BlockSizeError(tier, size, source.block_bytes)
@@ -186,7 +186,7 @@ def _kind_of(name: str, tier: Tier) -> _Kind:
         raise ConfigError(
             f"on_enter_failure.{name}",
             "miss",
-            f"{tier!r} does not tell its kind of tier before it is entered: {error!r}",
+            f"the kind of {tier!r} is unknown before it is entered: {error!r}",
         ) from error
 
 

@@ -249,7 +249,7 @@ def _depths_of(tier: Tier, keys: Sequence[Key]) -> Sequence[int | None] | None:
     try:
         depths = tier.depths_of(keys)
         if depths is not None and len(depths) != len(keys):
-            raise RuntimeError(f"{tier!r} answered {len(depths)} depths for {len(keys)} keys")
+            raise RuntimeError(f"{tier!r} returned {len(depths)} depths for {len(keys)} keys")
     except Exception:
         _log.exception("%d blocks are promoted without their depths", len(keys))
         return None

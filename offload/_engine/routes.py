@@ -119,10 +119,10 @@ def _by_ends(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Ro
                 raise ConfigError(f"routes[{at}].source", above, f"must be faster than {route.to}: a route leads down")
             if above not in sources:
                 raise ConfigError(
-                    f"routes[{at}].source", above, "cannot be read as a source; say 'source' to start at the engine's"
+                    f"routes[{at}].source", above, "cannot be read as a source; set 'source' to start at the engine's"
                 )
         if (above, route.to) in configured:
-            raise ConfigError(f"routes[{at}]", route.to, f"there is another route from {above} to {route.to}")
+            raise ConfigError(f"routes[{at}]", route.to, f"there is already a route from {above} to {route.to}")
         configured[above, route.to] = route
     return configured
 
@@ -163,7 +163,7 @@ def spill_configs(
             raise ConfigError(
                 "routes",
                 route.name,
-                f"with chain = 'on_evict' one route starts at a tier: {route.above} has one already",
+                f"with chain = 'on_evict' only one route may start at a tier: {route.above} already has one",
             )
         carried.add(route.above)
         _check(route, tiers)

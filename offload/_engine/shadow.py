@@ -406,7 +406,7 @@ class ShadowCheck:
                 observer.mismatch(mismatch)
             except Exception:
                 self.observers.remove(observer)
-                _log.exception("mismatch of instrument %r raised; it is not told any more", observer)
+                _log.exception("mismatch of instrument %r raised; it is no longer notified", observer)
 
     async def purge(self, keys: Sequence[Key], within: float = LONGEST_CHECK) -> None:
         """Delete these withheld keys in all tiers.
@@ -434,7 +434,7 @@ class ShadowCheck:
             try:
                 answers = await tier.delete(keys)
             except Exception as error:
-                _log.warning("%s could not be asked to delete what was found wrong: %s", name, describe(error))
+                _log.warning("%s could not be asked to delete wrong blocks: %s", name, describe(error))
                 return set()
             gone &= {key for key, answer in zip(keys, answers, strict=True) if answer is Deletion.MISSING}
         return gone

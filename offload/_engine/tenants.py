@@ -258,7 +258,7 @@ class TenantIndex:
         try:
             return self._contains(keys)
         except Exception as error:
-            _log.warning("it is unknown which of %d blocks are there: %r", len(keys), error)
+            _log.warning("it is unknown which of %d blocks exist: %r", len(keys), error)
             return otherwise
 
 

@@ -381,7 +381,7 @@ class BreakerLease(ReadLease):
             # No error is raised: the caller could not do more, and goes on to release its other leases.
             if judge_exception(error) is _FAULT and runner.is_closed:
                 runner.release_with(runner.breaker.generation, Call.ASK, error)
-            _log.warning("%s could not let go of a lease: %s", runner.name, describe(error))
+            _log.warning("%s could not release a lease: %s", runner.name, describe(error))
 
 
 class BreakerReservation(Reservation):

@@ -237,7 +237,7 @@ class BreakerRunner:
         """Record that an attempt to enter the tier has succeeded."""
         self.availability.succeed(trio.current_time())
         if self.availability.attempts > 1:
-            _log.info("%s has been entered, and is well now", self.name)
+            _log.info("%s was entered, and is healthy", self.name)
 
     def note_not_entered(self, error: BaseException, *, for_good: bool) -> None:
         """Record that an attempt to enter the tier has failed.
@@ -272,7 +272,7 @@ class BreakerRunner:
             _log.warning("%s is broken after %d faults in a row, the last one %s", *why)
             self._cancel_waiting()
         elif breaker.state is _CLOSED:
-            _log.info("%s is well again", self.name)
+            _log.info("%s is healthy again", self.name)
 
     def _cancel_waiting(self) -> None:
         for scope in self._waiting:

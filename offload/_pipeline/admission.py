@@ -94,8 +94,8 @@ class Admission:
         self.blocked += 1
         _log.log(
             level,
-            "the policy %s held the loop for %.3g s (policy_timeout = %g s): nothing else ran meanwhile; "
-            "offload.in_thread(policy) asks it elsewhere",
+            "the policy %s blocked the loop for %.3g s (policy_timeout = %g s); "
+            "use offload.in_thread(policy) to call it in a thread",
             self.blocking,
             seconds,
             self.config.policy_timeout,

@@ -108,7 +108,7 @@ def _run(coroutine: Coroutine[Any, Any, None]) -> None:
     """
     try:
         coroutine.send(None)
-        _log.error("a destination that stores at once has waited: what it copies is put into quarantine")
+        _log.error("a destination that stores at once has waited: its copy is quarantined")
         coroutine.throw(Unproven("it has waited where nothing waits"))
     except StopIteration:
         pass

@@ -337,7 +337,7 @@ class OffloadBatch:
             refs, held = _refs_of(containers)
         if len(refs) != len(keys):
             source.release(held)
-            raise ValueError(f"{source!r} answered {len(refs)} refs for {len(keys)} blocks")
+            raise ValueError(f"{source!r} returned {len(refs)} refs for {len(keys)} blocks")
         if EVICTED in refs:
             keys, refs = _drop_evicted(containers, keys, refs)
         dropped: Sequence[Key] = ()

@@ -32,7 +32,7 @@ def give_back(call: Callable[[*Ts], object], *args: *Ts) -> None:
     try:
         call(*args)
     except Exception:
-        _log.exception("%r raised, which by its contract it never does; the pipeline goes on", call)
+        _log.exception("%r raised, against its contract; the pipeline goes on", call)
 
 
 def escaping_part(error: BaseException) -> BaseException | None:

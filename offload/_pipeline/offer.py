@@ -231,7 +231,7 @@ class Offers:
         try:
             refs = source.upgrade(keys)
         except Exception:
-            _log.exception("%r could not hold what it has stored, so it is not passed on", source)
+            _log.exception("%r could not hold the stored blocks, so they are not passed on", source)
             refs = [EVICTED] * len(keys)
         if EVICTED in refs:
             keys = [key for key, ref in zip(keys, refs, strict=True) if ref != EVICTED]
@@ -328,7 +328,7 @@ def _log_end(route: OptionalRoute, container: OffloadContainer) -> None:
         _log_once(route, failed, f"{type(why).__name__}: {why}" + (f" ({why.__cause__})" if why.__cause__ else ""))
     elif container.completed and route.share.complained:
         route.share.complained = False
-        _log.info("%s takes blocks again", route.name)
+        _log.info("%s accepts blocks again", route.name)
 
 
 def _log_once(route: OptionalRoute, blocks: int, why: str) -> None:

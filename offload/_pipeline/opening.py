@@ -113,7 +113,7 @@ def open_pipeline(
         ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.
     """
     if not isinstance(destination, TransferExecutor):
-        raise TypeError(f"the destination is {destination!r}, which is no backends.abc.TransferExecutor")
+        raise TypeError(f"the destination is {destination!r}, not a backends.abc.TransferExecutor")
     names = [route.name for route in (*chain, *optional_chain)]
     if len(set(names)) < len(names):
         raise ValueError(f"the pipelines of a chain need names of their own, not {names}: give each a name=")

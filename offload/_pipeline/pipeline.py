@@ -218,7 +218,7 @@ class Pipeline:
                 return [self.enqueue_nowait(blocks, precondition, cancel_token=cancel_token) for blocks in many]
             if not self._budget.take_nowait(need) and not self._needs_no_room(need, cancel_token):
                 raise PipelineFull(
-                    f"{self!r} has no room for {need} blocks more (budget_blocks = {self._budget.total})"
+                    f"{self!r} has no room for {need} more blocks (budget_blocks = {self._budget.total})"
                 )
         except BaseException:
             for blocks in handed:

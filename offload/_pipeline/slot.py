@@ -121,7 +121,7 @@ class Slot:
         try:
             return self._request.shrink(keys)
         except Exception:
-            _log.exception("%r could not be asked for less", self.stage.destination)
+            _log.exception("%r could not shrink a request", self.stage.destination)
             return False
 
     def cut_off_at(self, deadline: float) -> None:
@@ -194,7 +194,7 @@ class Slot:
                 if reservation is not None:
                     flat = self._commit(batch, reservation)
                 elif batch.containers:
-                    raise TypeError(f"{stage.destination!r} answered no reservation")
+                    raise TypeError(f"{stage.destination!r} returned no reservation")
             except Exception as error:  # the source or the destination has broken its contract
                 if reservation is not None:
                     give_back(reservation.release)
@@ -490,7 +490,7 @@ class Slot:
         give_back(stage.source.release, flat.held)
         if len(outcomes) != len(flat.keys):
             count = f"{len(outcomes)} outcomes for {len(flat.keys)} blocks"
-            outcomes = all_failed(flat, f"{stage.destination!r} answered {count}", None)
+            outcomes = all_failed(flat, f"{stage.destination!r} returned {count}", None)
         stored = outcomes.count(STORED)
         stage.copied_bytes += stored * self._block_bytes
         stage.settlement.marks.release(flat.keys)

@@ -306,7 +306,7 @@ class Spilling:
             depths = {} if victims.depths is None else dict(zip(victims.keys, victims.depths, strict=True))
             await self._copy([key for key in why_not if key not in unowned], why_not, depths)
         except Exception:  # a tier or a callback broke its contract; the blocks go all the same
-            _log.exception("%r could not carry %r", self, victims)
+            _log.exception("%r could not copy the victims %r", self, victims)
             why_not.update(dict.fromkeys(why_not, "failed"))
         except BaseException:  # cancelled, alone or in a group
             why_not.update(dict.fromkeys(why_not, "closed"))

@@ -56,7 +56,7 @@ def check_config(config: PipelineConfig) -> None:
         raise ConfigError(
             "on_destination_full",
             config.on_destination_full,
-            "must be evict with chain='on_evict': what is full would evict nothing, so nothing would reach the next tier",
+            "must be evict with chain='on_evict': otherwise a full tier evicts nothing, and nothing reaches the next tier",
         )
 
 
@@ -91,5 +91,5 @@ class _AskInTime(AsyncPolicy):
             try:
                 return dict.fromkeys(await self._place.contains(keys), "present")
             except Exception as error:
-                _log.debug("%r did not say what it has: %r", self._place, error)
+                _log.debug("%r could not list its blocks: %r", self._place, error)
         return {}

@@ -220,7 +220,7 @@ class FlightRecorder:
         try:
             self._ring.describe(msgspec.json.encode(self._description))
         except ValueError as error:  # no reason for a pipeline not to open
-            _log.warning("%s: those that were opened last are recorded without a name", error)
+            _log.warning("%s: the pipelines opened last are recorded without a name", error)
 
     # -- records
     # ---------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class FlightRecorder:
             _log.exception("the recording could not be saved as %s", path)
             return
         self._saved.append(path)
-        _log.error("%s was noted: the recording is saved as %s", rule, path)
+        _log.error("%s was noted, and the recording saved as %s", rule, path)
 
     def mismatch(self, mismatch: Mismatch) -> None:
         """Record that a load differed from its key's content.
@@ -361,7 +361,7 @@ class FlightRecorder:
                 await trio.sleep(max(0.0, self._resumes_at - self._timer()))
                 self.pay()
         except Exception:  # in a system task it would end the run; as with an instrument, it only ends the details
-            _log.exception("%r records no details any more", self)
+            _log.exception("%r no longer records details", self)
         finally:
             self._is_waiting = False
 

@@ -84,12 +84,12 @@ def read_ring(data: Buffer, name: str = "the recording") -> Recording:
     """
     view = memoryview(data)
     if len(view) < HEAD.size or bytes(view[: len(MAGIC)]) != MAGIC:
-        raise NotARecording(f"{name} is no flight recording: it does not begin with {MAGIC.decode()}")
+        raise NotARecording(f"{name} is not a flight recording: it does not begin with {MAGIC.decode()}")
     _, version, segment_bytes, segments, pid, started, began = HEAD.unpack_from(view)
     if version != VERSION:
-        raise RecordingVersion(f"{name} has version {version} of the format, and this program reads {VERSION}")
+        raise RecordingVersion(f"{name} has version {version} of the format, but this program reads {VERSION}")
     if segment_bytes != SEGMENT_BYTES or not 1 <= segments <= MOST_BYTES // SEGMENT_BYTES:
-        raise NotARecording(f"{name} is damaged: it says that it has {segments} segments of {segment_bytes} bytes")
+        raise NotARecording(f"{name} is damaged: its header has {segments} segments of {segment_bytes} bytes")
     size = SEGMENTS_AT + segments * SEGMENT_BYTES
     if len(view) < size:
         raise RecordingTruncated(f"{name} has {len(view)} bytes of {size}: copy it once more")
@@ -200,8 +200,8 @@ def _description(view: memoryview, name: str) -> Description:
         if number and length <= DESCRIPTION_BYTES - DESCRIPTION.size and crc32(body) == checksum:
             copies.append((number, bytes(body)))
     if not copies:
-        raise NotARecording(f"{name} is damaged: it does not say what was recorded")
+        raise NotARecording(f"{name} is damaged: it has no description")
     try:
         return msgspec.json.decode(max(copies)[1], type=Description)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise NotARecording(f"{name} is damaged: it does not say what was recorded: {error}") from error
+        raise NotARecording(f"{name} is damaged: it has no description: {error}") from error

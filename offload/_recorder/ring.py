@@ -105,7 +105,7 @@ class Ring:
         """
         room = DESCRIPTION_BYTES - DESCRIPTION.size
         if len(text) > room:
-            raise ValueError(f"the description of what is recorded has {len(text)} bytes, and {room} are allowed")
+            raise ValueError(f"the description of the recording has {len(text)} bytes, but only {room} are allowed")
         self._described += 1
         at = HEAD_BYTES + self._described % 2 * DESCRIPTION_BYTES
         written = description(self._described, text)
@@ -167,7 +167,7 @@ def check_ring_file(path: str | os.PathLike[str]) -> None:
     for one in (os.fspath(path), f"{os.fspath(path)}.before"):
         why = RECORDING.why_not(one)
         if not why and os.path.exists(one) and not os.path.isfile(one):
-            why = "is no file"
+            why = "is not a file"
         if why:
             raise ConfigError("flight_recorder", os.fspath(path), f"{one} {why}")
 
@@ -176,4 +176,4 @@ def _lock(fd: int, path: str | os.PathLike[str]) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise RecorderBusy(f"another process records into {os.fspath(path)}: give each a file of its own") from error
+        raise RecorderBusy(f"another process records into {os.fspath(path)}: use a different file") from error

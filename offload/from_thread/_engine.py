@@ -128,7 +128,7 @@ def open_engine(
     place: Any = whole.source
     if isinstance(place, str | Mapping):
         raise TypeError(
-            f"source = {place!r}: must be the source itself, since the blocks of each store are checked against it"
+            f"source = {place!r}: must be the source object, since the blocks of each store are checked against it"
         )
     worker = EngineWorker(
         place,
@@ -157,7 +157,7 @@ class Engine:
         return f"<from_thread.Engine of {self._worker.source!r}: {'open' if refusal is None else refusal()}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} cannot go to another process: open one there")
+        raise TypeError(f"{self!r} cannot be sent to another process: open one there")
 
     @property
     def budget_blocks(self) -> int:

@@ -57,7 +57,7 @@ C = TypeVar("C", bound=CallFuture[Any])
 _log = logging.getLogger("offload.from_thread")
 
 _OUT_OF_TIME = "it took too long, and was ended"
-_UNPROVEN = "a call was ended and has not come to its end: the memory that it loads into may still be written to"
+_UNPROVEN = "a call was ended, but its copy is not proven to be over: its destination may still be written to"
 
 _TIERS_SHARE = 0.9
 """The tiers' share of a call's timeout.
@@ -153,7 +153,7 @@ class EngineWorker(ThreadBoundary):
         Raises the error of opening it.
         """
         if self.thread is not None:
-            raise RuntimeError("an engine is started once; open another one")
+            raise RuntimeError("an engine can be started only once; open another one")
         # A daemon: at exit the interpreter joins all other threads first, and only then calls the atexit hook that
         # closes ours.
         self.thread = threading.Thread(target=self._run, name="offload engine", daemon=True)
@@ -326,8 +326,8 @@ class EngineWorker(ThreadBoundary):
             else:
                 self.refused_stores += 1
         if not self._drops:
-            unpolled = f", {len(self.unpolled)} futures wait to be polled" if self.unpolled else ""
-            raise PipelineFull(f"no room for {size} blocks more (budget_blocks = {self.budget_blocks}{unpolled})")
+            unpolled = f", {len(self.unpolled)} futures are not polled yet" if self.unpolled else ""
+            raise PipelineFull(f"no room for {size} more blocks (budget_blocks = {self.budget_blocks}{unpolled})")
         future._room = 0
         future._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"), note=self._note_here)
 
@@ -406,7 +406,7 @@ class EngineWorker(ThreadBoundary):
         if self.refusal is not None:
             raise self.refusal()
         if call.polled and len(self._pending_calls) + len(self.unpolled) >= MAX_CALLS:
-            raise PipelineFull(f"{MAX_CALLS} calls are begun, or futures ended and not polled: poll them, or wait")
+            raise PipelineFull(f"{MAX_CALLS} calls are in progress or not polled yet: poll them, or wait")
 
     def end_here(self, call: CallFuture[T], value: T) -> None:
         """End a call that the calling thread has answered itself."""
@@ -565,7 +565,7 @@ class EngineWorker(ThreadBoundary):
             await self.engine.release(hit)
             self.hits.pop(hit, None)
         except Exception:
-            _log.exception("%r could not be released; it is tried once more at the end", hit)
+            _log.exception("%r could not be released; this is tried again at the end", hit)
         finally:
             self._releasing.pop(hit).set()
 

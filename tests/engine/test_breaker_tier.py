@@ -578,7 +578,7 @@ async def test_a_lease_of_a_broken_tier_is_let_go_without_an_error(autojump_cloc
         pass
     assert guard.health.state is HealthState.OPEN
     assert tier.at_rest()
-    assert "ill could not let go of a lease: TierTooSlow" in caplog.text
+    assert "ill could not release a lease: TierTooSlow" in caplog.text
     tier.stuck = OSError("gone")
     health = guard.health
     await trio.sleep(1.0)
@@ -592,7 +592,7 @@ async def test_a_release_that_raises_is_logged_and_no_fault_if_it_is_a_mistake(a
     tier.stuck = ValueError("released twice")
     await lease.release()
     assert guard.health.faults == 0
-    assert "ill could not let go of a lease: ValueError: released twice" in caplog.text
+    assert "ill could not release a lease: ValueError: released twice" in caplog.text
 
 
 async def test_statistics_of_a_tier_that_raises_are_its_last(monkeypatch, caplog) -> None:
@@ -678,5 +678,5 @@ async def test_the_log_says_when_it_breaks_and_when_it_is_well(autojump_clock, c
     await pin(guard)
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "ill is broken after 3 faults in a row, the last one OSError: gone"),
-        ("INFO", "ill is well again"),
+        ("INFO", "ill is healthy again"),
     ]

@@ -357,7 +357,7 @@ async def test_a_source_that_is_only_named_needs_the_size_of_a_block() -> None:
             (FakeTier(), [FakeTier()]),
             {"policies": [], "routes": [Route("faketier")]},
             TypeError,
-            "has its own; give them there",
+            "already has policies; set them there",
         ),
         ((FakeTier(), [FakeTier()]), {"on_load_failure": "again"}, ConfigError, "on_load_failure = 'again'"),
         ((FakeTier(), [FakeTier()]), {"chain": "up"}, ConfigError, "chain = 'up'"),

@@ -214,7 +214,7 @@ async def test_a_lease_that_cannot_be_released_does_not_keep_the_others(caplog: 
         hit = await engine.lookup(keys)
         await engine.release(hit)  # a tier that fails is no error of whoever lets go
         places.assert_at_rest()
-    assert "could not let go of a lease: OSError: stuck" in caplog.text
+    assert "could not release a lease: OSError: stuck" in caplog.text
 
 
 # --- loading ------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_a_config_may_bring_the_source_itself_but_not_its_name() -> None:
     with from_thread.open_engine(EngineConfig(source=source, tiers={"a": tier})) as engine:
         assert engine.store(source.weak(KEYS), precondition=NO_WAIT).result(30).status is Status.COMPLETE
     named = EngineConfig(source="memory", block_bytes=SIZE, tiers={"a": tier})
-    with pytest.raises(TypeError, match="source = 'memory': must be the source itself"):
+    with pytest.raises(TypeError, match="source = 'memory': must be the source object"):
         from_thread.open_engine(named)
     with pytest.raises(TypeError, match="replaces all arguments but the instruments"):
         from_thread.open_engine(source, EngineConfig(tiers={"a": tier}), promote=True)

@@ -195,7 +195,7 @@ async def test_a_tier_that_is_not_there_is_broken_and_takes_part_once_it_is(
         health = engine.statistics().health
         assert (health["late"].state, health["late"].entered, health["late"].since) == (HealthState.CLOSED, True, 3.0)
         assert health["late"].faults == 0 and engine.statistics().tiers["late"].capacity_bytes == 64 * SIZE
-        assert "late has been entered, and is well now" in caplog.text
+        assert "late was entered, and is healthy" in caplog.text
         assert (await routed(engine, keys[4:8]))[1]["late"].status is Status.COMPLETE
         await good.delete(keys)
         assert await look(engine, keys[4:8]) == ([("late", 4)], [], 0.0)
@@ -345,7 +345,7 @@ async def test_a_tier_of_another_kind_than_before_is_refused(autojump_clock: obj
     late = Turning(1)
     async with opened(FakeTier(64, SIZE), {"late": late}) as engine:
         await trio.sleep(5)
-        assert "of another kind than before it was entered" in engine.statistics().health["late"].cause
+        assert "its kind changed when it was entered" in engine.statistics().health["late"].cause
     assert late.news == ["entered", "left"]
 
 
@@ -355,7 +355,7 @@ async def test_a_tier_that_does_not_say_what_it_is_cannot_be_late() -> None:
         def capabilities(self) -> Any:
             raise RuntimeError("not connected")
 
-    with pytest.raises(ConfigError, match="does not tell its kind of tier before it is entered") as raised:
+    with pytest.raises(ConfigError, match="is unknown before it is entered") as raised:
         async with opened(FakeTier(64, SIZE), {"late": Bare()}):
             raise AssertionError("it opened")
     assert "on_enter_failure.late" in str(raised.value)

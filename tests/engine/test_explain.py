@@ -400,7 +400,7 @@ async def test_of_other_tenants_only_an_operator_is_told(autojump_clock):
         assert [cause for cause, _ in causes] == ["unknown"] * 3
         causes = await told(engine, TOKENS, naming=OURS, others=[theirs], tenant="ours", operator=True)
         assert [cause for cause, _ in causes] == ["other salt"] * 3
-        with pytest.raises(PermissionError, match="operators only"):
+        with pytest.raises(PermissionError, match="only operators may"):
             await engine.explain(TOKENS, naming=theirs, tenant="ours")
         assert (await engine.explain(TOKENS, naming=theirs, operator=True)).usable == 3
 

@@ -230,7 +230,7 @@ def test_refused_strong_blocks_are_given_back() -> None:
             engine.store(blocks[0], precondition=NO_WAIT)
             with pytest.raises(PipelineFull):
                 engine.store(blocks[1], precondition=NO_WAIT)
-        with pytest.raises(TypeError, match="no precondition"):
+        with pytest.raises(TypeError, match="not a precondition"):
             engine.store(engine.call(host.strong, keys[:2]), precondition=None)
         with pytest.raises(ValueError, match="not of this engine's source"):
             engine.store(engine.call(other.strong, keys[:2]), precondition=NO_WAIT)
@@ -247,7 +247,7 @@ def test_a_source_that_raises_from_release_ends_no_engine(caplog) -> None:
     host, disk, keys = Raising(16), FakeTier(16), keys_of(*range(16))
     host.fill(keys)
     with from_thread.open_engine(host, [disk]) as engine:
-        with pytest.raises(TypeError, match="no precondition"):
+        with pytest.raises(TypeError, match="not a precondition"):
             engine.store(engine.call(host.strong, keys[:2]), precondition=None)
         blocks = engine.call(host.strong, keys[2:4])
         with holding(engine):
@@ -376,7 +376,7 @@ def test_what_is_not_polled_takes_room() -> None:
         engine.fileno()
         engine.store(host.weak(keys[:8]), precondition=NO_WAIT)
         engine.drain()
-        with pytest.raises(PipelineFull, match="1 futures wait to be polled"):
+        with pytest.raises(PipelineFull, match="1 futures are not polled yet"):
             engine.store(host.weak(keys[8:]), precondition=NO_WAIT)
         assert len(engine.poll()) == 1
         engine.store(host.weak(keys[8:]), precondition=NO_WAIT).result()
@@ -834,7 +834,7 @@ def test_an_engine_is_started_once() -> None:
     with pytest.raises(from_thread.EngineClosed, match="not started"):
         engine.store(host.weak(keys), precondition=NO_WAIT)
     engine.close()  # nothing to close
-    with engine, pytest.raises(RuntimeError, match="started once"):
+    with engine, pytest.raises(RuntimeError, match="started only once"):
         engine.start()
 
 

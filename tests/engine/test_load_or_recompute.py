@@ -273,7 +273,7 @@ async def test_until_it_is_known_how_long_computing_takes_everything_is_loaded(a
 )
 async def test_a_computation_that_cannot_have_been_is_refused(blocks: int, seconds: float, after: int) -> None:
     async with opened({"tier": tier_of([])}) as engine:
-        with pytest.raises(ValueError, match="cannot have been computed"):
+        with pytest.raises(ValueError, match="must be at least 1, 0, and 0"):
             engine.computed(blocks, seconds, after=after)
 
 

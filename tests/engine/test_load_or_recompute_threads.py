@@ -143,7 +143,7 @@ def test_computations_are_told_by_any_thread() -> None:
         engine.computed(10, 0.5, after=4)
         rate = engine.statistics().engine.load_or_recompute.compute_rate
         assert rate is not None and rate.seconds(4, 14) == pytest.approx(0.5)
-        with pytest.raises(ValueError, match="cannot have been computed"):
+        with pytest.raises(ValueError, match="must be at least 1, 0, and 0"):
             engine.computed(0, 0.5)
     with pytest.raises(from_thread.EngineClosed):
         engine.computed(10, 0.5)

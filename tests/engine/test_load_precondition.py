@@ -28,7 +28,7 @@ from tests.support.engine_places import SIZE, Places, cancelled_at_checkpoint, k
 from tests.support.maru_processes import eventually
 
 SOON = 60.0
-MISSING = r"precondition is missing: .* lies on a device.* Pass an event .* or offload\.NO_WAIT"
+MISSING = r"precondition is missing: .* is on a device.* Pass an event .* or offload\.NO_WAIT"
 
 
 class OnDevice(Destination):
@@ -84,7 +84,7 @@ def test_threads_are_told_in_the_call_that_precondition_is_missing() -> None:
         for load in (engine.load, engine.begin_load):
             with pytest.raises(TypeError, match=MISSING):
                 load(hit, OnDevice(1))
-            with pytest.raises(TypeError, match="no precondition"):
+            with pytest.raises(TypeError, match="not a precondition"):
                 load(hit, room(1)[1], precondition=threading.Event())  # type: ignore[arg-type]
         assert engine.begin_load(hit, OnDevice(1), precondition=NO_WAIT).result(SOON).loaded == 0
 

@@ -256,7 +256,7 @@ async def test_what_could_not_be_entered_is_closed(on_enter_failure: str, autoju
 
 
 async def test_what_does_not_say_what_kind_of_tier_it_is_is_closed() -> None:
-    with pytest.raises(ConfigError, match="does not tell its kind of tier"):
+    with pytest.raises(ConfigError, match="is unknown before it is entered"):
         await opened({"room": f"{HERE}:Asking"}, on_enter_failure="miss")
     assert [one.news for one in made] == [["closed"]]
 

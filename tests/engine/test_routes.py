@@ -71,8 +71,8 @@ def test_a_route_is_behind_all_that_feed_it() -> None:
     [
         ([Route("a", source="b")], ABC, r"routes\[0\].source = 'b': must be faster than a"),
         ([Route("b"), Route("c", source="c")], ABC, r"routes\[1\].source = 'c': must be faster than c"),
-        ([Route("b", source="a")], ("b",), r"routes\[0\].source = 'a': cannot be read as a source; say 'source'"),
-        ([Route("b"), Route("b", source="a")], ABC, r"routes\[1\] = 'b': there is another route from a to b"),
+        ([Route("b", source="a")], ("b",), r"routes\[0\].source = 'a': cannot be read as a source; set 'source'"),
+        ([Route("b"), Route("b", source="a")], ABC, r"routes\[1\] = 'b': there is already a route from a to b"),
     ],
 )
 def test_a_route_that_cannot_be_is_refused(routes: Sequence[Route], sources: Sequence[str], complaint: str) -> None:
@@ -118,7 +118,7 @@ async def test_a_store_that_no_route_leads_to_is_refused_and_lets_go(to: str, wa
     async with places.open(chain=False) as engine:
         blocks = places.source.strong(keys)
         with pytest.raises(
-            ValueError, match=f"to = '{to}': no route leads there from .* only a .from source.; declare one"
+            ValueError, match=f"to = '{to}': there is no route to it from .* only a .from source.; declare one"
         ):
             if waits:
                 await engine.store(blocks, precondition=NO_WAIT, to=to)

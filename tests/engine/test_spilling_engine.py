@@ -253,7 +253,7 @@ async def test_a_tier_that_evicts_nothing_is_refused(mode):
 
 async def test_two_routes_from_one_tier_are_refused():
     tiers = {"host": FakeTier(), "disk": FakeTier(), "far": FakeTier()}
-    with pytest.raises(ConfigError, match="one route starts at a tier: host has one already"):
+    with pytest.raises(ConfigError, match="only one route may start at a tier: host already has one"):
         async with on_evict(FakeTier(), tiers, routes=[Route("far", source="host")]):
             raise AssertionError("it must not open")
 

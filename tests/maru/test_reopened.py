@@ -167,7 +167,7 @@ async def test_a_tier_whose_handler_has_crashed_is_a_miss_and_heals(
             with trio.fail_after(10):
                 while not engine.statistics().health["maru"].entered:  # noqa: ASYNC110
                     await trio.sleep(0.01)
-            assert "maru has been entered, and is well now" in caplog.text
+            assert "maru was entered, and is healthy" in caplog.text
             assert (await stored(engine, keys[3:])).status is Status.COMPLETE
             async with await engine.lookup(keys) as hit:
                 places = [bytearray(PAGE) for _ in keys]

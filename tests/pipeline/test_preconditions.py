@@ -179,7 +179,7 @@ def test_what_can_be_waited_for_and_cancelled_is_taken(value, kind):
 )
 def test_anything_else_is_a_type_error_that_says_what_is_taken(bad, hint):
     for take in (as_precondition, all_of, any_of):
-        with pytest.raises(TypeError, match=rf"is no precondition.*{hint}.*One is offload\.NO_WAIT, a trio\.Event"):
+        with pytest.raises(TypeError, match=rf"is not a precondition.*{hint}.*Use offload\.NO_WAIT, a trio\.Event"):
             take(bad)
 
 

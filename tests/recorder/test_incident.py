@@ -248,7 +248,7 @@ def test_a_ring_is_saved_shown_and_made_a_scenario_of(tmp_path, source, monkeypa
 def test_something_else_is_refused_by_name(tmp_path):
     (tmp_path / "text").write_text("no recording")
     told = run_offload("incident", "show", str(tmp_path / "text"), code=2)
-    assert "is no flight recording" in told
+    assert "is not a flight recording" in told
     assert "cannot be read" in run_offload("incident", "save", str(tmp_path / "nothing"), code=2)
     with FlightRecorder(clock=lambda: 0.0) as recorder:
         recorder.save(tmp_path / "empty")

@@ -163,7 +163,7 @@ def test_a_descriptor_is_closed_once(tmp_path, monkeypatch):
 
 def test_two_recorders_do_not_share_a_file(tmp_path):
     ring = ring_with(1, tmp_path / "ring")
-    with pytest.raises(RecorderBusy, match="a file of its own"):
+    with pytest.raises(RecorderBusy, match="use a different file"):
         empty(tmp_path / "ring")
     ring.close()
 
@@ -200,7 +200,7 @@ def test_a_file_without_its_end_is_refused(kept):
 def test_a_recording_that_does_not_say_what_it_is_about_is_refused():
     data = bytearray(image(ring_with(1)))
     data[4096:SEGMENTS_AT] = bytes(SEGMENTS_AT - 4096)
-    with pytest.raises(NotARecording, match="what was recorded"):
+    with pytest.raises(NotARecording, match="it has no description"):
         read_ring(data)
 
 
