@@ -232,9 +232,9 @@ def _check_combination(compare_eviction: bool, laps: int, skip_idle: bool | None
     else:
         refuse(("compared", "chunk", "depths", "picture_file"), "goes with --compare-eviction")
     if laps == 1:
-        refuse(("rename",), "is of laps: say how many, with --laps")
+        refuse(("rename",), "applies to laps: set their number with --laps")
     if skip_idle and speed == math.inf and given("speed"):
-        raise click.UsageError("--skip-idle: with --speed max there is nothing between two requests to skip")
+        raise click.UsageError("--skip-idle: with --speed max there is no idle time to skip")
 
 
 @contextmanager
@@ -260,7 +260,7 @@ def _replay(
     """
     requests = read_trace(trace, limit, time_unit)
     if not requests:
-        raise ReplayError(f"{trace}: no request")
+        raise ReplayError(f"{trace}: has no requests")
     if time_unit == "ms" and looks_like_seconds(requests):
         click.echo(
             f"offload replay: {trace}: read in milliseconds, its timestamps mean {requests_per_second(requests):,.0f} requests "

@@ -36,7 +36,7 @@ def print_comparison(
     names = TraceKeys()
     keys = [names.of(request) for request in requests]
     if not names:
-        raise ReplayError(f"{trace}: no block")
+        raise ReplayError(f"{trace}: has no blocks")
     capacities = capacities_of(compared, len(names))
     with progressing(simulations(capacities), "simulating") as progress:
         comparison = compare(keys, capacities, progress, storing=storing)
@@ -80,7 +80,7 @@ def capacities_of(text: str | None, unique: int) -> list[int]:
             blocks = 0
         if blocks < 1:
             raise CapacityUnclear(
-                f"--capacities {part.strip()!r}: at least a block, such as 5% (of all that differ) or 4096 (blocks)"
+                f"--capacities {part.strip()!r}: must be at least one block, such as 5% (of the different ones) or 4096"
             )
         capacities.add(min(blocks, unique))  # a cache never holds more than that
     return sorted(capacities)

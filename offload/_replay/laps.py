@@ -32,9 +32,7 @@ class Laps:
 
     def __init__(self, requests: Sequence[Request], laps: int = 1, rename: float = 0.0) -> None:
         if laps < 1 or not 0.0 <= rename <= 1.0:
-            raise ValueError(
-                f"{laps} laps of which {rename} is renamed: needs at least one lap, and a share from 0 to 1"
-            )
+            raise ValueError(f"laps = {laps}, rename = {rename}: must be at least 1, and from 0 to 1")
         self.requests: Sequence[Request] = requests
         self.laps: int = laps
         ids = {hash_id for request in requests for hash_id in request.hash_ids}

@@ -108,15 +108,13 @@ class ReplayOptions:
             raise ReplayError(f"--policy {self.policy!r}: {error}") from error
 
         if self.what_if and (made := [spec.name for spec in self.tiers if spec.made is not None]):
-            raise ReplayError(f"--what-if: the eviction of {made[0]} is not known: use memory, maru or file:DIR")
+            raise ReplayError(f"--what-if: the eviction of {made[0]} is unknown: use memory, maru or file:DIR")
         if self.laps < 1 or not 0.0 <= self.rename <= 1.0:
-            raise ReplayError(
-                f"{self.laps} laps, of which {self.rename:g} is renamed: needs at least one lap, and a share from 0 to 1"
-            )
+            raise ReplayError(f"laps = {self.laps}, rename = {self.rename:g}: must be at least 1, and from 0 to 1")
         if self.in_flight < 1:
-            raise ReplayError(f"in_flight = {self.in_flight}: needs at least one request")
+            raise ReplayError(f"in_flight = {self.in_flight}: must be at least 1")
         if self.skip_idle and self.speed == math.inf:
-            raise ReplayError("--skip-idle needs a --speed: as fast as possible, there is no idle time to skip")
+            raise ReplayError("--skip-idle needs a --speed other than max: at full speed there is no idle time to skip")
 
     def policies(self, first: Tier) -> list[Policy | AsyncPolicy]:
         """Return the policies that the option's name stands for."""

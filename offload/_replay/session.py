@@ -64,7 +64,7 @@ async def replay(
     _check_recordable(record is not None, options)
     async with open_tiers(options, unique) as tiers:
         if record is not None and (full := not_empty(tiers)):
-            raise ReplayError(f"--record: {full} has blocks already, which a scenario cannot reproduce: empty it")
+            raise ReplayError(f"--record: {full} already has blocks, which a scenario cannot reproduce: empty it")
         tally = Tally(len(laps))
         recorded: list[Played] | None = [] if record is not None else None
         resident = [resident_bytes()]
@@ -119,7 +119,7 @@ def _check_pace(laps: Laps, options: ReplayOptions) -> None:
         for number, (one, other) in enumerate(itertools.pairwise(laps.requests), 2):
             if other.timestamp < one.timestamp:
                 raise ReplayError(
-                    f"request {number} of the trace comes {one.timestamp - other.timestamp:g} ms before the one before it: "
+                    f"request {number} of the trace comes {one.timestamp - other.timestamp:g} ms before its predecessor: "
                     "sort the trace by its timestamps, or play it once with --speed max"
                 )
     seconds = laps.laps * laps.period / 1e3 / options.speed
@@ -181,7 +181,7 @@ def _check_recordable(recorded: bool, options: ReplayOptions) -> None:
     if options.laps > 1:
         raise ReplayError("--record: a scenario cannot repeat laps: leave out --laps")
     if options.in_flight > 1:
-        raise ReplayError("--record: a scenario has one request after another: leave out --in-flight")
+        raise ReplayError("--record: a scenario plays one request at a time: leave out --in-flight")
 
 
 def _as_scenario(

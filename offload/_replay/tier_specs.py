@@ -30,7 +30,7 @@ def specs_of(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec
     tiers = tiers or ("memory",)
     capacities = capacities or (UNLIMITED,) * len(tiers)
     if len(capacities) != len(tiers):
-        raise ReplayError(f"{len(tiers)} tiers, but {len(capacities)} capacities: say --capacity once for each --tier")
+        raise ReplayError(f"{len(tiers)} tiers, but {len(capacities)} capacities: pass --capacity once for each --tier")
     return [_spec_of(tier, capacity) for tier, capacity in zip(tiers, capacities, strict=True)]
 
 
@@ -55,7 +55,7 @@ def _spec_of(tier: str, capacity: float) -> TierSpec:
         knob = "pool_size" if table["type"] == "maru" else "capacity_bytes"
         if knob in table:
             raise ReplayError(
-                f"--tier {tier!r}: {knob} is given twice: leave out its --capacity, or make that unlimited"
+                f"--tier {tier!r}: {knob} is set twice: leave out its --capacity, or set that to unlimited"
             )
         table[knob] = int(capacity)
     return TierSpec(table["type"], None, capacity, table)
@@ -72,5 +72,5 @@ def _table(text: str) -> dict[str, Any]:
         except tomllib.TOMLDecodeError as error:
             raise ReplayError(f"--tier {text!r}: neither JSON nor an inline table of TOML: {error}") from None
     if not isinstance(table.get("type"), str) or not table["type"]:
-        raise ReplayError(f"--tier {text!r}: has no type: a name or module:attribute")
+        raise ReplayError(f"--tier {text!r}: has no type: set a name or module:attribute")
     return dict(table)

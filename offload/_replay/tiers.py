@@ -32,7 +32,9 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
         for spec in options.tiers:
             blocks = spec.blocks(options.block_bytes, unique)
             if not blocks and unique:
-                raise ReplayError(f"--capacity of {spec.name}: less than one block of {options.block_bytes} bytes")
+                raise ReplayError(
+                    f"--capacity of {spec.name}: must hold at least one block of {options.block_bytes} bytes"
+                )
             nbytes = max(1, blocks) * options.block_bytes
             tier: Tier
             if spec.made is not None:
@@ -89,7 +91,7 @@ async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[Tier
     try:
         place = find_place(nbytes + _REGION_STEP)
     except PoolUnusable as error:
-        raise ReplayError(f"maru: {error}: give it a --capacity, or choose smaller --block-bytes") from error
+        raise ReplayError(f"maru: {error}: set its --capacity, or lower --block-bytes") from error
     if place.note:
         click.echo(place.note, err=True)
     with scratch("offload-replay", str(place.parent)) as home:
@@ -126,5 +128,5 @@ def _check_memory(spec: TierSpec, nbytes: int) -> None:
     if nbytes > available:
         raise ReplayError(
             f"{spec.name} would take {size_text(nbytes)} of memory, of which {size_text(available)} is free: "
-            "give it a --capacity, or choose smaller --block-bytes"
+            "set its --capacity, or lower --block-bytes"
         )

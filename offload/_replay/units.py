@@ -26,7 +26,7 @@ def size_of(text: str) -> float:
     except ValueError:
         nbytes = 0.0
     if not 1 <= nbytes < 1 << 60:
-        raise click.BadParameter(f"{text!r}: a size such as 4096, 64KiB or 1.5GB")
+        raise click.BadParameter(f"{text!r}: must be a size such as 4096, 64KiB or 1.5GB")
     return float(int(nbytes))
 
 
@@ -40,7 +40,7 @@ def speed_of(text: str) -> float:
     word = text.strip().lower()
     speed = {"max": math.inf, "realtime": 1.0}.get(word) or _factor(word)
     if speed is None:
-        raise click.BadParameter(f"{text!r}: realtime, a factor such as 10x, or max")
+        raise click.BadParameter(f"{text!r}: must be realtime, a factor such as 10x, or max")
     return speed
 
 
@@ -48,7 +48,7 @@ def factors_of(text: str) -> list[float]:
     """Parse factors of capacity: ``2x,4x``."""
     factors = [_factor(part) for part in text.lower().split(",")]
     if None in factors:
-        raise click.BadParameter(f"{text!r}: factors such as 0.5x,2x,4x")
+        raise click.BadParameter(f"{text!r}: must be factors such as 0.5x,2x,4x")
     return [factor for factor in factors if factor is not None]
 
 

@@ -34,12 +34,12 @@ def seed_range(text: str) -> range:
     """Parse ``A..B``, both included."""
     match = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", text.strip())
     if match is None:
-        raise click.BadParameter(f"{text!r} is no range of seeds: say A..B, both included, as in 0..999")
+        raise click.BadParameter(f"{text!r} is not a range of seeds: write A..B, both included, as in 0..999")
     first, last = int(match[1]), int(match[2])
     if first > last:
-        raise click.BadParameter(f"{text!r} counts down: say {last}..{first}")
+        raise click.BadParameter(f"{text!r} counts down: write {last}..{first}")
     if last - first >= _MOST_SEEDS:
-        raise click.BadParameter(f"{text!r} has more than {_MOST_SEEDS:,} seeds, which nobody lives to see")
+        raise click.BadParameter(f"{text!r} has more than {_MOST_SEEDS:,} seeds, too many to run")
     return range(first, last + 1)
 
 
@@ -47,7 +47,7 @@ def seconds_of(text: str) -> float:
     """Parse ``60s``, ``5min`` or ``1h`` into seconds."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|m|h|)", text.strip())
     if match is None or not float(match[1]):
-        raise click.BadParameter(f"{text!r} is no time: say 60s, 5min or 1h")
+        raise click.BadParameter(f"{text!r} is not a time: write 60s, 5min or 1h")
     return float(match[1]) * {"": 1, "s": 1, "min": 60, "m": 60, "h": 3_600}[match[2]]
 
 
@@ -169,7 +169,7 @@ def files_in(places: Sequence[str], system: str = "", *, real: bool = False) -> 
         if path.is_dir():
             below = sorted(path.rglob(f"*{SUFFIX}"))
             if not below:
-                raise BadInput(f"{place}: no scenario in this directory; their names end with {SUFFIX}")
+                raise BadInput(f"{place}: there is no scenario in this directory; their names end with {SUFFIX}")
         elif path.exists():
             below = [path]
         else:
@@ -193,7 +193,7 @@ def _near(path: Path) -> str:
     Empty if there is none.
     """
     other = path.with_name(path.name + SUFFIX)
-    return f"; do you mean {other}?" if other.exists() else ""
+    return f"; did you mean {other}?" if other.exists() else ""
 
 
 def check_system(system: str) -> None:

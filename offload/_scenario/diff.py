@@ -77,7 +77,7 @@ def _trace(place: str, seed: int | None, system: str) -> NamedTrace:
         raise BadInput(f"{place}: cannot be read: {error}") from error
     if text.startswith(TRACE_HEADER) or path.suffix == ".trace":
         if seed is not None:
-            raise BadInput(f"{place} is a saved trace, of the seed it was played with: leave out --seed")
+            raise BadInput(f"{place} is a saved trace, which has its seed: leave out --seed")
         try:
             return load_trace(text, place)
         except NotATrace as error:

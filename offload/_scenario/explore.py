@@ -70,7 +70,7 @@ def _actions_of(text: str) -> tuple[Action, ...]:
     chosen = [word.strip() for word in text.split(",")]
     for word in chosen:
         if word not in ACTIONS:
-            raise click.BadParameter(f"{word!r} is no action: choose among {', '.join(ACTIONS)}")
+            raise click.BadParameter(f"{word!r} is not an action: choose from {', '.join(ACTIONS)}")
     return tuple([action for action in ACTIONS if action in chosen])
 
 
@@ -115,7 +115,7 @@ def command(
     if save is not None and only is None:
         raise click.UsageError("--save needs --only with one spot")
     if only is not None:
-        refuse(("actions", "pairs"), "says what to explore, and --only what to explore of that: leave out one of them")
+        refuse(("actions", "pairs"), "cannot be combined with --only: leave out one of them")
     found = one_file(file, system)
     used_seed = found.scenario.seed if seed is None else seed
     with usage_errors():

@@ -99,7 +99,7 @@ def command(
     if (file is None) == (fuzz_seed is None):
         raise click.UsageError("name a FILE, or a random program with --fuzz-seed N")
     if file is not None and mix != "standard":
-        raise click.UsageError("--mix needs --fuzz-seed: leave it out beside a FILE")
+        raise click.UsageError("--mix needs --fuzz-seed: leave it out if you name a FILE")
     check_mix(mix, system)
     check_system(system)
     large, used, base = _chosen(file, fuzz_seed, seed, system, mix)

@@ -122,9 +122,9 @@ def _read(path: Path) -> dict[str, object]:
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError("is no table")
+        raise ValueError("is not a table")
     return config
 
 
@@ -132,5 +132,5 @@ def _dtype_of(model: ModelShape, said: str) -> str:
     if said != "auto":
         return said
     if model.dtype not in ITEM_BYTES:
-        raise ValueError(f"the dtype of the model is {model.dtype or 'not said'}: say that of the cache with --dtype")
+        raise ValueError(f"the dtype of the model is {model.dtype or 'unknown'}: set that of the cache with --dtype")
     return model.dtype

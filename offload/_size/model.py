@@ -133,10 +133,10 @@ class ModelShape:
         else:
             width = _number(config, "hidden_size", "n_embd") // heads
         if not width:
-            raise UnknownModel(f"{heads} heads share a hidden size that is smaller")
+            raise UnknownModel(f"the hidden size is smaller than the number of heads, {heads}")
         if config.get("v_head_dim", width) != width:
             raise UnknownModel(
-                f"v_head_dim is {config['v_head_dim']} and keys have {width}: engines lay that out differently"
+                f"v_head_dim is {config['v_head_dim']}, but keys have {width}: engines lay such heads out differently"
             )
         kv_heads = _kv_heads(config, heads)
         if config.get("block_configs"):
@@ -152,7 +152,7 @@ class ModelShape:
         if not self.kv_heads:
             return self.layers * self.numbers * item_bytes  # each rank has the whole vector
         if self.kv_heads % tensor_parallel and tensor_parallel % self.kv_heads:
-            raise ValueError(f"{self.kv_heads} heads of keys cannot be shared out among {tensor_parallel} ranks")
+            raise ValueError(f"{self.kv_heads} KV heads cannot be divided among {tensor_parallel} ranks")
         return self.layers * max(1, self.kv_heads // tensor_parallel) * self.numbers * item_bytes
 
 
@@ -268,10 +268,10 @@ def _of_blocks(blocks: Any, heads: int) -> tuple[int, int]:
     try:
         groups = [block["attention"].get("n_heads_in_group") for block in blocks if not block["attention"].get("no_op")]
     except (TypeError, KeyError, AttributeError):
-        raise UnknownModel("block_configs is not a list of blocks that have an attention each") from None
+        raise UnknownModel("block_configs is not a list of blocks with an attention each") from None
     if len(set(groups)) != 1 or not groups[0] or heads % groups[0]:
         raise UnknownModel(
-            "the layers of block_configs differ in their heads of keys: a token has no one size in each layer"
+            "the layers of block_configs have different numbers of KV heads: a token has a different size in each layer"
         )
     return len(groups), heads // groups[0]
 
@@ -279,7 +279,7 @@ def _of_blocks(blocks: Any, heads: int) -> tuple[int, int]:
 def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = config.get(name) or {}
     if not isinstance(table, dict):
-        raise UnknownModel(f"{name} is no table")
+        raise UnknownModel(f"{name} is not a table")
     return table
 
 

@@ -37,12 +37,12 @@ def fetch_view(address: str) -> StatusView:
         answer = connection.getresponse()
         body = answer.read()
         if answer.status != 200:
-            raise NoStatus(f"{address} answers {answer.status}: is it a status page?")
+            raise NoStatus(f"{address} answers with status {answer.status}: is it a status page?")
         return _decode(body)
     except (OSError, http.client.HTTPException) as error:
         raise NoStatus(f"no status page at {address}: {error}") from error
     except msgspec.DecodeError as error:
-        raise NoStatus(f"{address} answers what this version does not know: {error}") from error
+        raise NoStatus(f"{address} answers in a format that this version cannot read: {error}") from error
     finally:
         connection.close()
 
@@ -53,7 +53,7 @@ def _connection(address: str) -> http.client.HTTPConnection:
         return _UnixConnection(rest)
     host, colon, port = rest.removeprefix("//").rstrip("/").rpartition(":")
     if kind != "http" or not colon or not port.isdecimal():
-        raise ValueError(f"{address!r} is no address: http://127.0.0.1:8080, or unix:/path/of/a/socket")
+        raise ValueError(f"{address!r} is not an address: use http://127.0.0.1:8080, or unix:/path/of/a/socket")
     return http.client.HTTPConnection(host.strip("[]"), int(port), timeout=TIMEOUT)
 
 

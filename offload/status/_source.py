@@ -122,5 +122,5 @@ def key_of(digits: str) -> bytes:
     except ValueError:
         key = b""
     if not key:
-        raise NoSuchKey(f"{digits[:80]!r} is no key: 1 to {_MOST_HEX // 2} bytes in hexadecimal digits")
+        raise NoSuchKey(f"{digits[:80]!r} is not a key: must be 1 to {_MOST_HEX // 2} bytes in hexadecimal digits")
     return key

@@ -214,7 +214,7 @@ def test_the_command_prints_json(trace_file: Path) -> None:
     ("args", "complaint"),
     [
         (["--compare-eviction", "--capacities", "much"], "such as 5%"),
-        (["--compare-eviction", "--picture", "out.png"], "the name of a picture ends in .svg"),
+        (["--compare-eviction", "--picture", "out.png"], "the name of a picture must end in .svg"),
         (["--capacities", "5%"], "goes with --compare-eviction"),
         (["--picture", "out.svg"], "goes with --compare-eviction"),
     ],

@@ -446,7 +446,7 @@ def test_the_command_prints_a_table(trace_file: Path, tmp_path: Path) -> None:
         (["--capacity", "0"], "a size such as"),
         (["--block-bytes", "-4096"], "a size such as"),
         (["--block-bytes", "unlimited"], "a size such as"),
-        (["--capacity", "100"], "less than one block"),
+        (["--capacity", "100"], "must hold at least one block"),
         (["--capacity", "1MiB", "--capacity", "1MiB"], "1 tiers, but 2 capacities"),
         (["--tier", "tape"], "no kind of tier is named 'tape': there are file,"),
         (["--tier", "no_such_module:Tier"], "tier no_such_module:Tier: module 'no_such_module' cannot be imported"),
@@ -457,10 +457,10 @@ def test_the_command_prints_a_table(trace_file: Path, tmp_path: Path) -> None:
         (["--tier", f"{PEERS}:Bitmap"], "cannot be called with (block_bytes=...)"),
         (["--tier", f"{PEERS}:StoreResult", "--capacity", "1MiB"], "there is no such parameter"),
         (["--tier", f"{__name__}:Raises"], "Raises: KeyError('as told')"),
-        (["--tier", f"{__name__}:nothing"], "is no plugin: a tier would derive from backends.abc.Tier"),
+        (["--tier", f"{__name__}:nothing"], "is not a plugin: a tier would derive from backends.abc.Tier"),
         (["--tier", '{ type = "plugin" }'], "lacks module_path and class_name"),
         (["--tier", '{ type = "memory", colour = 1 }'], "tier memory: "),
-        (["--tier", '{ type = "memory", capacity_bytes = "1MiB" }', "--capacity", "1MiB"], "is given twice"),
+        (["--tier", '{ type = "memory", capacity_bytes = "1MiB" }', "--capacity", "1MiB"], "is set twice"),
         (["--tier", "{ type = "], "neither JSON nor an inline table of TOML"),
         (["--tier", '{"type": 3}'], "has no type"),
         (["--tier", "{}"], "has no type"),
@@ -581,7 +581,7 @@ def test_a_malformed_trace_ends_the_command(tmp_path: Path) -> None:
 def test_an_empty_trace_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text("\n")
-    assert "no request" in invoke(path).output
+    assert "has no requests" in invoke(path).output
 
 
 def test_a_wrong_block_fails_the_command(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,9 +117,9 @@ def test_laps_are_the_same_in_any_process() -> None:
 
 @pytest.mark.parametrize(("laps", "rename"), [(0, 0.5), (2, -0.1), (2, 1.1)])
 def test_no_lap_and_no_share_are_errors(laps: int, rename: float) -> None:
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="must be at least 1, and from 0 to 1"):
         Laps(TRACE, laps, rename)
-    with pytest.raises(ReplayError, match="at least one"):
+    with pytest.raises(ReplayError, match="must be at least 1, and from 0 to 1"):
         ReplayOptions(laps=laps, rename=rename)
 
 

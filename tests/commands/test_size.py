@@ -93,7 +93,7 @@ def test_people_read_what_to_set(tmp_path: Path):
     ("config", "options", "message"),
     [
         ({}, [], "has no num_hidden_layers"),
-        ({**LLAMA_8B, "torch_dtype": None}, [], "say that of the cache with --dtype"),
+        ({**LLAMA_8B, "torch_dtype": None}, [], "set that of the cache with --dtype"),
         ({**LLAMA_8B, "layer_types": ["full_attention", "linear_attention"]}, [], "linear_attention"),
         ({**LLAMA_8B, "full_attention_interval": 4}, [], "has full_attention_interval, which may change the KV"),
         ({**LLAMA_8B, "attn_layer_period": 8, "mamba_d_state": 16}, [], "has attn_layer_period, mamba_d_state, which"),
@@ -107,15 +107,19 @@ def test_people_read_what_to_set(tmp_path: Path):
         ),
         ({**DEEPSEEK_V3, "index_head_dim": 128, "index_topk": 2048}, [], "index_head_dim, index_topk"),
         ({**LLAMA_8B, "is_encoder_decoder": True}, [], "is_encoder_decoder"),
-        ({**LLAMA_8B, "v_head_dim": 64}, [], "v_head_dim is 64 and keys have 128"),
-        ({**LLAMA_8B, "block_configs": [GROUPS, {"attention": {"n_heads_in_group": 4}}]}, [], "differ in their heads"),
+        ({**LLAMA_8B, "v_head_dim": 64}, [], "v_head_dim is 64, but keys have 128"),
+        (
+            {**LLAMA_8B, "block_configs": [GROUPS, {"attention": {"n_heads_in_group": 4}}]},
+            [],
+            "different numbers of KV heads",
+        ),
         ({**LLAMA_8B, "block_configs": [{}]}, [], "block_configs is not a list of blocks"),
         (
             {**LLAMA_8B, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
             [],
             "that of the cache with --dtype",
         ),
-        (LLAMA_8B, ["--tensor-parallel", "3"], "cannot be shared out among 3 ranks"),
+        (LLAMA_8B, ["--tensor-parallel", "3"], "cannot be divided among 3 ranks"),
         (LLAMA_8B, ["--tokens", "many"], "must be a positive number"),
     ],
 )
@@ -127,7 +131,7 @@ def test_what_cannot_be_told_is_said(tmp_path: Path, config: dict[str, Any], opt
 def test_a_model_without_heads_is_none():
     with pytest.raises(UnknownModel, match="num_attention_heads or n_head"):
         ModelShape.from_config({"num_hidden_layers": 2})
-    with pytest.raises(ValueError, match="shared out"):
+    with pytest.raises(ValueError, match="cannot be divided among 5 ranks"):
         shape = ModelShape.from_config(LLAMA_8B)
         PoolSize.of(shape, 1, item_bytes=2, block_size=16, chunk_tokens=256, tensor_parallel=5)
 
@@ -162,11 +166,11 @@ def test_sizes_of_objects_are_checked(options: list[str], why: str):
         ({"head_dim": -128}, "no head_dim or kv_channels, a positive number"),
         ({"head_dim": [64]}, "no head_dim or kv_channels, a positive number"),
         ({"head_dim": 0.5}, "no head_dim or kv_channels, a positive number"),
-        ({"hidden_size": 16}, "32 heads share a hidden size that is smaller"),
+        ({"hidden_size": 16}, "the hidden size is smaller than the number of heads, 32"),
         ({"num_kv_shared_layers": 32}, "none has KV of its own"),
         ({"num_kv_shared_layers": 40}, "none has KV of its own"),
-        ({"quantization_config": "fp8"}, "quantization_config is no table"),
-        ({"text_config": "x"}, "text_config is no table"),
+        ({"quantization_config": "fp8"}, "quantization_config is not a table"),
+        ({"text_config": "x"}, "text_config is not a table"),
         ({"layer_types": 7}, "layer_types is not a list of names"),
         ({"layer_types": [["a"], "b"]}, "layer_types is not a list of names"),
     ],

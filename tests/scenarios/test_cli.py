@@ -148,10 +148,10 @@ def test_traces_are_of_one_run(here: Path) -> None:
     ("arguments", "complaint"),
     [
         (["nothing.scenario.toml"], "there is no such file"),
-        (["four"], "do you mean four.scenario.toml?"),
+        (["four"], "did you mean four.scenario.toml?"),
         (["empty"], "no scenario in this directory"),
-        (["four.scenario.toml", "--seeds", "9..1"], "counts down: say 1..9"),
-        (["four.scenario.toml", "--seeds", "ten"], "say A..B, both included"),
+        (["four.scenario.toml", "--seeds", "9..1"], "counts down: write 1..9"),
+        (["four.scenario.toml", "--seeds", "ten"], "write A..B, both included"),
         (["four.scenario.toml", "--seed", "1", "--seeds", "1..2"], "exclude each other"),
         (["four.scenario.toml", "--system", "nothing"], "say module:factory"),
         (["four.scenario.toml", "--system", "no_such_cache:open"], "there is no module no_such_cache"),
@@ -360,7 +360,7 @@ def test_explore_takes_other_actions_and_pairs(here: Path) -> None:
     (here / "two.scenario.toml").write_text('format = 1\nname = "two"\n[[step]]\nstore = { id = "a{0..1}" }\n')
     single = said("explore", "two.scenario.toml")["variants"]
     assert said("explore", "two.scenario.toml", "--pairs")["variants"] > single
-    assert "'sleep' is no action" in scenario("explore", "four.scenario.toml", "--actions", "sleep", code=2).output
+    assert "'sleep' is not an action" in scenario("explore", "four.scenario.toml", "--actions", "sleep", code=2).output
 
 
 def test_what_explore_finds_can_be_repeated_and_saved(here: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_recording_is_a_scenario_that_makes_sense_and_is_small() -> None:
 def test_a_tier_that_was_not_empty_is_refused(tmp_path: Path) -> None:
     tiers = [TierSpec("file", str(tmp_path / "blocks"), 100 * BLOCK)]
     recording(a_trace(1, 5), tiers)
-    with pytest.raises(ReplayError, match="has blocks already"):
+    with pytest.raises(ReplayError, match="already has blocks"):
         recording(a_trace(1, 5), tiers)
 
 
