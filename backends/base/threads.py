@@ -293,9 +293,7 @@ async def run_in_thread_or_leave(fn: Callable[[*Ts], T], *args: *Ts) -> T:
         interrupted = interruption
         if not await _over_within(thread, patience):
             threads.abandon(thread)
-            raise Unproven(
-                f"a copy went on for {patience:g} s after it was cancelled, and was abandoned"
-            ) from interruption
+            raise Unproven(f"a cancelled copy went on for {patience:g} s, and was abandoned") from interruption
     threads.take_back(thread)
     result: T = thread.result()
     if interrupted is not None:

@@ -348,9 +348,7 @@ class L2Plugin:
                 except Exception as exc:  # an item without an id must not lose the others that came with it
                     unreadable = exc
             if unreadable is not None:
-                raise PluginFault(
-                    f"{self.name}: pop_completed_store_tasks returned a task without an id"
-                ) from unreadable
+                raise PluginFault(f"{self.name}: pop_completed_store_tasks has a task without an id") from unreadable
             return
         query = self._adapter.query_lookup_and_lock_result if channel == "lookup" else self._adapter.query_load_result
         failure: Exception | None = None

@@ -513,7 +513,7 @@ class MaruServer:
                 # Frames sent meanwhile are still in the sockets: they are read before the next tick ends anything.
                 _log.log(
                     logging.WARNING if served.away - away > 1.0 else logging.DEBUG,
-                    "the server was stopped for %.1f s: all leases are extended by that time",
+                    "the server was stopped for %.1f s: all leases are extended by it",
                     served.away - away,
                 )
             else:

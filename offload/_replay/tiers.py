@@ -32,9 +32,7 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
         for spec in options.tiers:
             blocks = spec.blocks(options.block_bytes, unique)
             if not blocks and unique:
-                raise ReplayError(
-                    f"--capacity of {spec.name}: must hold at least one block of {options.block_bytes} bytes"
-                )
+                raise ReplayError(f"--capacity of {spec.name}: must hold a block of {options.block_bytes} bytes")
             nbytes = max(1, blocks) * options.block_bytes
             tier: Tier
             if spec.made is not None:

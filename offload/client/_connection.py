@@ -78,7 +78,7 @@ _COLLECT: Final = 0.05
 A task may read them sooner while it waits for its own.
 """
 _SEQ: Final = (1 << 32) - 1
-_SESSION_OVER: Final = "the session that this belongs to is over"
+_SESSION_OVER: Final = "its session is over"
 
 A = TypeVar("A", bound=Answer)
 
@@ -269,9 +269,9 @@ class DaemonConnection:
                 with trio.CancelScope(shield=True), trio.move_on_after(leave_after), ignored:
                     await call.expected.wait()
                 if not call.expected.done:
-                    raise Unproven(f"the daemon at {self.url} has not said that a load is over") from None
+                    raise Unproven(f"the daemon at {self.url} has not confirmed the end of a load") from None
                 if call.answer is not None and _is_unproven(call.answer):
-                    raise Unproven(f"the daemon at {self.url} has left a copy that may still be going on") from None
+                    raise Unproven(f"the daemon at {self.url} abandoned a copy that may still be going on") from None
                 raise
         except trio.ClosedResourceError:
             raise Unproven(f"the connection to the daemon at {self.url} was closed during a load") from None
@@ -391,7 +391,7 @@ class DaemonConnection:
             if got.kind == "unavailable":
                 raise DaemonTierFailed(self.url, got.text)
             raise DaemonRefused(got.text)
-        raise DaemonUnavailable(self.url, f"it answers {type(got).__name__}, where {answer.__name__} is due")
+        raise DaemonUnavailable(self.url, f"it answered with {type(got).__name__}, not {answer.__name__}")
 
     def _unavailable(self, why: str = "") -> DaemonUnavailable:
         return DaemonUnavailable(self.url, why or self._cause)
@@ -437,7 +437,7 @@ class DaemonConnection:
                 answer = decode_answer(frames[-1])
             except BadFrame as exc:
                 # Its request would wait for ever, and it is unknown which one that is.
-                _log.warning("the daemon at %s sends what is no answer: %s", self.url, exc)
+                _log.warning("the daemon at %s sent a malformed answer: %s", self.url, exc)
                 self._channel.reconnect()
                 return
             call = self._calls.pop(answer.seq, None)

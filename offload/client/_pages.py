@@ -271,7 +271,7 @@ class Pages:
         if write.is_open and not self._is_current(reservation._session):
             self._give_up(reservation)
             await trio.lowlevel.checkpoint()
-            raise self._unavailable("the session in which these pages were reserved is over, and they are given back")
+            raise self._unavailable("the session in which these pages were reserved is over, and the pages are freed")
         if not write.is_open:
             await write.commit()  # raises
         fates = b""
@@ -378,7 +378,7 @@ class Pages:
             if _known_by(place) != _known_by(self._place) or session.tenant != self._session.tenant:
                 raise DaemonRefused(
                     f"the daemon at {self._connection.url} has another page store since it was started again, or knows this "
-                    "engine as another tenant: open the pages anew"
+                    "engine as another tenant: open the pages again"
                 )
             self._session = session
         return session

@@ -267,7 +267,7 @@ class Places:
                 for memory in description.memories[len(numbers) :]:
                     numbers.append(await self._connection.hand_over(memory.descriptor, session))
             except OSError as exc:
-                raise DaemonUnavailable(self._connection.url, f"it did not take the memory: {exc}") from exc
+                raise DaemonUnavailable(self._connection.url, f"it did not accept the memory: {exc}") from exc
             tensors = [msgspec.structs.replace(tensor, memory=numbers[tensor.memory]) for tensor in tensors]
             registration.numbers = []  # the daemon takes them, and gives them back if it refuses
         registered = await self._connection.ask(

@@ -178,7 +178,7 @@ class _Placing:
         try:
             shared.memory.populate(start, length)
         except CannotMap as error:  # the first write finds out
-            _log.warning("%r is not in memory from byte %d on: %s", shared, start, error)
+            _log.warning("%r is not populated from byte %d on: %s", shared, start, error)
             return False
         self._placed += length
         return self._placed < shared.memory.length

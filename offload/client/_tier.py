@@ -342,7 +342,7 @@ class DaemonTier(TierBase[DaemonLease]):
             done()
             raise
         if answer.status == "unproven":
-            raise Unproven(f"a copy of the daemon may still be going on: {answer.error}")
+            raise Unproven(f"a copy by the daemon may still be going on: {answer.error}")
         done()
         outcomes = _outcomes(self.connection.url, answer, len(keys))
         self._stored += outcomes.count(STORED)
@@ -440,7 +440,7 @@ class DaemonTier(TierBase[DaemonLease]):
             leave_after=_LEAVE_AFTER,
         )
         if answer.unproven:
-            raise Unproven("a copy of the daemon may still be going on")
+            raise Unproven("a copy by the daemon may still be going on")
         bad: dict[int, Missed | Failed] = {at: Missed(reason) for at, reason in answer.missed}
         url = self.connection.url
         bad.update({at: Failed(DaemonTierFailed(url, why)) for at, why in answer.failed})
@@ -559,7 +559,7 @@ def _part(depths: Sequence[int | None] | None, part: slice) -> Sequence[int | No
 def _outcomes(url: str, answer: Stored, n: int) -> list[Outcome]:
     """Return the outcome of each block of a store."""
     if answer.status == "cancelled":
-        return [Failed(DaemonUnavailable(url, answer.error or "it ended before this was stored"))] * n
+        return [Failed(DaemonUnavailable(url, answer.error or "it ended before the block was stored"))] * n
     if answer.error:
         return [Failed(DaemonTierFailed(url, answer.error))] * n
     outcomes: list[Outcome] = [STORED] * n

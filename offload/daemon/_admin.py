@@ -284,7 +284,7 @@ class Admin:
         try:
             request = decode_admin_request(frame)
         except BadFrame as exc:
-            _log.warning("an operator is sent away: %s", exc)
+            _log.warning("an operator is disconnected: %s", exc)
             self._channel.hang_up(peer)
             return None
         try:
@@ -338,7 +338,7 @@ class Admin:
 
     def _hello(self, peer: bytes, request: AdminHello) -> None:
         if not self.operators.show(peer, request.token):
-            _log.warning("an operator has shown a wrong token")
+            _log.warning("an operator sent a wrong token")
             self._send(peer, self._refused(request, Refusal("credential", "this is not the token of admin_token_file")))
             self._channel.hang_up(peer)
             return
@@ -368,7 +368,7 @@ class Admin:
         def tell(dropped: Dropped) -> None:
             self._finish(peer, Drained(request.seq, self._daemon.epoch, dropped.stores, dropped.others))
 
-        _log.info("an operator asks for the end")
+        _log.info("an operator requested a drain")
         self._daemon.ask_drain(tell)
 
     def _list_quarantine(self, peer: bytes, request: ListQuarantine) -> Quarantines:
@@ -387,10 +387,10 @@ class Admin:
         unknown += [key.hex() for key in request.withheld if key not in withheld]
         if unknown:
             raise Refusal(
-                "unknown", f"not in quarantine: {', '.join(unknown)}; `offload quarantine list` shows what is"
+                "unknown", f"not in quarantine: {', '.join(unknown)}; `offload quarantine list` shows all entries"
             )
         for name in request.copies:
-            _log.warning("an operator releases the copy %s: %r", name, there[name])
+            _log.warning("an operator released the copy %s: %r", name, there[name])
             there[name].release()
         released = self._engine.serve_again(request.withheld)
         return Done(request.seq, self._daemon.epoch, len(set(request.copies)) + released)
@@ -398,9 +398,7 @@ class Admin:
     def _reload(self, peer: bytes, request: Reload) -> _Later:
         read_again = self.reload
         if read_again is None:
-            raise Refusal(
-                "unavailable", "this daemon was not started by `offload serve`, and has no file to read again"
-            )
+            raise Refusal("unavailable", "this daemon was not started by `offload serve`, and has no file to reload")
 
         async def reload() -> Answer:
             return Reloaded(request.seq, self._daemon.epoch, list(await read_again()))
@@ -408,7 +406,7 @@ class Admin:
         return reload
 
     def _set_log_level(self, peer: bytes, request: SetLogLevel) -> Done:
-        _log.warning("an operator sets the log level: %s", request.level)
+        _log.warning("an operator set the log level: %s", request.level)
         logging.getLogger("offload").setLevel(request.level.upper())
         return Done(request.seq, self._daemon.epoch)
 

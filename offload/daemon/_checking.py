@@ -155,7 +155,7 @@ def _check_names(settings: Settings) -> None:
     for knob, path in named:
         before = taken.setdefault(os.path.realpath(path), knob)
         if before != knob:
-            raise ConfigError(knob, path, f"is a path of {before} already: choose another one")
+            raise ConfigError(knob, path, f"is already a path of {before}: choose another one")
     if operators and not config.admin_token_file:
         with _naming("daemon.admin_token_file", config.token_path(directory)):
             OwnToken(config.token_path(directory)).check()

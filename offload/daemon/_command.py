@@ -212,7 +212,7 @@ class _Running:
         for name in refused:
             _log.error("reload: %s was not changed: it needs a restart", name)
         logging.getLogger("offload").setLevel(daemon.config.log_level.upper())
-        _log.info("reload: the settings were read again")
+        _log.info("reload: the settings were reloaded")
         self.settings = attrs.evolve(before, daemon=daemon.config, engine=engine)
         return refused
 
@@ -223,7 +223,7 @@ class _Running:
         except (ConfigError, ImportError, OSError) as exc:
             _log.error("SIGHUP: nothing was changed: %s", exc)
         except Exception:  # from a newly configured tier or policy; the daemon goes on
-            _log.exception("SIGHUP: the settings could not be taken over")
+            _log.exception("SIGHUP: the settings could not be applied")
 
 
 def _end_at_last(seconds: float) -> None:

@@ -335,7 +335,7 @@ def engine_config(
         raise ConfigError(
             "engine.daemon_url",
             config.daemon_url,
-            "must not be set: a daemon has the tiers itself, and engines name it",
+            "must not be set: a daemon has the tiers itself, and only engines have a daemon_url",
         )
     config = attrs.evolve(config, pipeline=_for_a_daemon(config.pipeline, document, environ))
     if config.tiers:
@@ -429,7 +429,7 @@ def tenants_of(document: Document, path: str) -> Tenants:
     if not tenants:
         raise ConfigError("daemon.tenants_file", path, f"must have a table [tenants]: {_TENANT}")
     if len({credential for _, credential, _ in tenants}) != len(tenants):
-        raise ConfigError("daemon.tenants_file", path, "must have another credential for each tenant")
+        raise ConfigError("daemon.tenants_file", path, "must have a different credential for each tenant")
     return Tenants(
         {name: credential.encode() for name, credential, _ in tenants},
         {name: quota for name, _, quota in tenants if quota is not None},
@@ -451,7 +451,7 @@ def _tenant(path: str, name: str, value: object) -> tuple[str, str, int | None]:
     table = value if isinstance(value, Mapping) else {"credential": value}
     unknown = next((key for key in table if key not in ("credential", "quota")), None)
     if unknown is not None:
-        raise ConfigError("daemon.tenants_file", path, f"tenants.{name}.{unknown}: not known; must be {_TENANT}")
+        raise ConfigError("daemon.tenants_file", path, f"tenants.{name}.{unknown}: unknown; must be {_TENANT}")
     credential, quota = table.get("credential"), as_bytes(table.get("quota"))
     if not isinstance(credential, str) or not 16 <= len(credential.encode()) <= MAX_CREDENTIAL_BYTES:
         raise ConfigError("daemon.tenants_file", path, f"tenants.{name}: must be {_TENANT}")

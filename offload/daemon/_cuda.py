@@ -82,7 +82,7 @@ def describe_cuda(tensors: Sequence[TensorMemory], axes: Sequence[int]) -> tuple
             start, size = driver.extent(tensor.address)
             if start not in memories:
                 if size % _WHOLE:
-                    raise CannotShare(f"it is in an allocation of {size} bytes, and whole 2 MiB are shared")
+                    raise CannotShare(f"it is in an allocation of {size} bytes, not a multiple of 2 MiB")
                 memories[start] = CudaMemory(uuid, driver.share(start), 0, size)
             layouts.append(
                 TensorLayout(
@@ -154,7 +154,7 @@ class Devices:
                 return self._open(driver, number, memories)
         except NoDriver as exc:
             raise Refusal(
-                "unavailable", f"memory of a device was registered, and this process sees no device: {exc}"
+                "unavailable", f"memory of a device was registered, but this process sees no device: {exc}"
             ) from exc
         except CudaError as exc:
             raise Refusal("unavailable", f"this process cannot open memory of device {device}: {exc}") from exc
@@ -188,7 +188,7 @@ def _check_numpy() -> None:
     try:
         import numpy  # noqa: F401
     except ImportError:
-        text = "memory of a device needs numpy, which this daemon has not: pip install 'trio-offload[cuda]'"
+        text = "memory of a device needs numpy, which is not installed here: pip install 'trio-offload[cuda]'"
         raise Refusal("unavailable", text) from None
 
 
@@ -197,7 +197,7 @@ def _number_of(driver: Driver, uuid: str) -> int:
     for device in range(driver.devices):
         if _uuid_of(driver, device) == uuid:
             return device
-    raise Refusal("unavailable", f"this process sees no device {uuid}: give the daemon the devices of its engines")
+    raise Refusal("unavailable", f"this process does not see device {uuid}: give the daemon the devices of its engines")
 
 
 # --- open allocations
@@ -265,7 +265,7 @@ class Openings:
                 if not exc.sticky:
                     self._left.append(one)
         if error is not None:
-            _log.warning("memory of an engine on a device stays open: %s", error)
+            _log.warning("device memory of an engine could not be closed: %s", error)
 
 
 @attrs.frozen

@@ -118,7 +118,7 @@ class DaemonEngine:
         if self.engine is None:
             raise Refusal(
                 "unavailable",
-                "the tiers are not open yet: the first cache that is registered says the size of a block; or set block_bytes "
+                "the tiers are not open yet: register a cache, which sets the size of a block, or set block_bytes "
                 "in [daemon], or block_bytes of the tier that is this daemon",
             )
         return self.engine
@@ -202,15 +202,15 @@ class DaemonEngine:
         if not self.block_bytes:
             if block_bytes < _LEAST_BYTES:
                 raise BadLayout(
-                    f"blocks of {block_bytes} bytes: the first cache decides the size, and a daemon takes at least "
-                    f"{_LEAST_BYTES} bytes from it (block_bytes in [daemon] may be less)"
+                    f"blocks of {block_bytes} bytes: must be at least {_LEAST_BYTES} bytes in the first cache, which sets "
+                    "the size of a block (block_bytes in [daemon] may be less)"
                 )
             self.caches.block_bytes = block_bytes
             self._wanted.set()
         elif self.block_bytes != block_bytes:
             raise BadLayout(
-                f"blocks of {block_bytes} bytes, where this daemon holds blocks of {self.block_bytes}: "
-                "start another one for them (block_bytes in [daemon])"
+                f"blocks of {block_bytes} bytes, but this daemon holds blocks of {self.block_bytes}: "
+                "start another daemon for them (block_bytes in [daemon])"
             )
         attempt = self._attempt
         await attempt.over.wait()
@@ -304,7 +304,7 @@ async def _populate(engine: Engine) -> None:
                 for start in tier.unpopulated():
                     await run_in_thread(tier.populate, start)
     except (OSError, RuntimeError) as exc:
-        _log.warning("memory of the tiers is not populated, so that the first stores into it are slow: %s", exc)
+        _log.warning("memory of the tiers is not populated, so the first stores into it are slow: %s", exc)
 
 
 def _is_page_store(tier: TierLike) -> bool:

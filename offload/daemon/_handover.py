@@ -112,9 +112,9 @@ class Handover:
                 return _Taken(-1, "invalid", "nothing came")
             request = msgspec.msgpack.decode(message, type=_HandOver)
             if len(descriptors) != 1:
-                return _Taken(-1, "invalid", f"{len(descriptors)} descriptors came, and one at a time is taken")
+                return _Taken(-1, "invalid", f"{len(descriptors)} descriptors were sent, but one at a time is taken")
             if not _is_memory(descriptors[0]):
-                return _Taken(-1, "invalid", "this descriptor is no memory: a memfd or a file in /dev/shm is")
+                return _Taken(-1, "invalid", "this descriptor is not memory: use a memfd or a file in /dev/shm")
             return _Taken(self._take(request.token, descriptors.pop()), "", "")
         except Refusal as exc:
             return _Taken(-1, exc.kind, cut(exc))
@@ -168,7 +168,7 @@ async def hand_over(path: str, token: bytes, descriptor: int) -> int:
         await sock.sendmsg([msgspec.msgpack.encode(_HandOver(token))], attached)
         answer = await sock.recv(_MAX_BYTES)
     if not answer:
-        raise CannotHandOver(f"{path!r} hung up")
+        raise CannotHandOver(f"{path!r} closed the connection")
     taken = msgspec.msgpack.decode(answer, type=_Taken)
     if taken.memory < 0:
         raise CannotHandOver(taken.text)

@@ -46,4 +46,4 @@ def make_instrument(name: str) -> Any:
     try:
         return find_name(find_module(module), attribute, "an instrument")()
     except Exception as error:  # from foreign code
-        raise ConfigError("daemon.instruments", name, f"makes no instrument: {error}") from error
+        raise ConfigError("daemon.instruments", name, f"does not make an instrument: {error}") from error

@@ -102,15 +102,15 @@ def _pieces(tensor: TensorLayout, sizes: Sequence[int]) -> int:
     """Check one tensor; return the number of runs of one block."""
     shape, strides, axis = tensor.shape, tensor.strides, tensor.block_axis
     if len(shape) != len(strides) or not axis < len(shape):
-        raise BadLayout(f"{len(shape)} sizes, {len(strides)} strides, blocks on axis {axis}")
+        raise BadLayout(f"{len(shape)} sizes, {len(strides)} strides and block axis {axis} do not fit together")
     if not 0 <= tensor.memory < len(sizes):
         raise BadLayout(f"there is no memory {tensor.memory}")
     if tensor.offset % tensor.item_bytes:
-        raise BadLayout(f"it begins at byte {tensor.offset}, between two items of {tensor.item_bytes}")
+        raise BadLayout(f"it begins at byte {tensor.offset}, not a multiple of its item size, {tensor.item_bytes}")
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     end = tensor.offset + (last + 1) * tensor.item_bytes
     if 0 in shape or end > sizes[tensor.memory]:
-        raise BadLayout(f"it ends at byte {end} of {sizes[tensor.memory]}")
+        raise BadLayout(f"it ends at byte {end}, but its memory has {sizes[tensor.memory]}")
     axes = sorted((at for at in range(len(shape)) if at != axis and shape[at] > 1), key=lambda at: -strides[at])
     run = 1
     while axes and strides[axes[-1]] == run:

@@ -82,7 +82,7 @@ def granted(door: Door, session: Hashable, amount: int, unit: str) -> Iterator[C
     if not door.take(session, amount):
         raise Refusal(
             "full",
-            f"{amount} {unit} for memory of this session, which has {door.held_by(session)} of at most {door.each}; all "
+            f"{amount} {unit} exceed the bounds: this session has {door.held_by(session)} of at most {door.each}; all "
             f"sessions have {door.held} of at most {door.most}",
         )
     owned = False
@@ -137,9 +137,9 @@ def adopt(descriptor: int, shares: Shares, session: Hashable) -> EngineMemory:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size <= 0:
-            raise BadLayout("this descriptor is no memory: a memfd or a file with a size is")
+            raise BadLayout("this descriptor is not memory: use a memfd or a file that is not empty")
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-            raise BadLayout("this descriptor was opened for one direction; blocks are read and written")
+            raise BadLayout("this descriptor must be open for reading and writing")
         if not _never_shrinks(descriptor, status.st_size):
             with granted(shares.descriptors, session, 1, "descriptors") as keep:
                 file = FileMemory(os.dup(descriptor), status.st_size)
@@ -193,7 +193,7 @@ class MappedMemory:
         """
         mapped = [memory.memory for memory in memories if isinstance(memory, MappedMemory)]
         if len(mapped) != len(memories):
-            raise BadLayout("the tensors of one cache are all in sealed memory, or all in files")
+            raise BadLayout("the tensors of one cache must be all in sealed memory, or all in files")
         if layout.is_one_run:
             return OneRun(mapped[layout.tensors[0].memory], layout)
         return TensorStorage(_host_tensors(layout, mapped), layout)
@@ -274,7 +274,7 @@ class FileMemory:
         """Return the blocks of a cache; see :class:`EngineMemory`."""
         files = [memory for memory in memories if isinstance(memory, FileMemory)]
         if len(files) != len(memories):
-            raise BadLayout("the tensors of one cache are all in sealed memory, or all in files")
+            raise BadLayout("the tensors of one cache must be all in sealed memory, or all in files")
         return FileStorage(files, layout)
 
 

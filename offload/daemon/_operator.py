@@ -128,7 +128,7 @@ class Operator:
         try:
             self._check(request)  # Here: the daemon hangs up on an invalid request, and sends no reason.
         except BadFrame as exc:
-            raise BadInput(f"this is more than a request may hold: {exc}") from exc
+            raise BadInput(f"the request is too large: {exc}") from exc
         timeout = max(timeout, self._timeout)
         deadline = perf_counter() + timeout
         try:
@@ -136,21 +136,21 @@ class Operator:
             frame = self._connection.receive_by(deadline)
             got = None if frame is None else self._decode(frame)
         except Shortage as exc:
-            raise EnvironmentFault(f"{self.path} cannot be asked: {exc}") from exc
+            raise EnvironmentFault(f"no request can be sent to {self.path}: {exc}") from exc
         except OSError as exc:
-            raise EnvironmentFault(f"{self.path} has hung up: is it a daemon of this version?") from exc
+            raise EnvironmentFault(f"{self.path} closed the connection: is it a daemon of this version?") from exc
         except BadFrame as exc:
             raise EnvironmentFault(
-                f"{self.path} says what is no answer ({exc}): is it a daemon of this version?"
+                f"{self.path} sent a malformed answer ({exc}): is it a daemon of this version?"
             ) from exc
         if got is None:
             raise EnvironmentFault(
-                f"{self.path} did not answer within {timeout:g} s: is its process stopped? --timeout"
+                f"{self.path} did not answer within {timeout:g} s: is its process stopped? Or raise --timeout"
             )
         if isinstance(got, Refused):
             raise (EnvironmentFault if got.kind in ("unavailable", "full", "draining") else BadInput)(got.text)
         if not isinstance(got, answer):
-            raise EnvironmentFault(f"{self.path} answers with {type(got).__name__}, and not {answer.__name__}")
+            raise EnvironmentFault(f"{self.path} answered with {type(got).__name__}, not {answer.__name__}")
         return got
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ def open_operator(options: DaemonOptions) -> Iterator[Operator]:
         raise BadInput(str(exc)) from exc
     except OSError as exc:
         why = exc.strerror or str(exc)
-        raise EnvironmentFault(f"{token_path}: {why}: name the token of this daemon with --admin-token-file") from exc
+        raise EnvironmentFault(f"{token_path}: {why}: name the token file with --admin-token-file") from exc
     operator = Operator(path, options.timeout, decode_admin_answer, decode_admin_request)
     try:
         operator.ask(lambda seq: AdminHello(seq, token), Admitted)
@@ -212,9 +212,9 @@ def _check_there(path: str) -> None:
 
 
 def _nobody(path: str) -> str:
-    where = "its runtime_dir is another one: --runtime-dir, or --config"
+    where = "its runtime_dir is another one: set --runtime-dir or --config"
     if os.path.exists(path):
         return f"{path}: no process listens there: the daemon has ended, or {where}"
     if os.path.exists(f"{os.path.dirname(path)}/{CHANNEL_NAME}"):
-        return f'{path} is not there, and {CHANNEL_NAME} is: this daemon has admin = "off", tenants, or another path'
-    return f"{path} is not there: start `offload serve`, or {where}"
+        return f'{path} is missing, but {CHANNEL_NAME} exists: this daemon has admin = "off", tenants, or another path'
+    return f"{path} is missing: start `offload serve`, or {where}"

@@ -141,7 +141,7 @@ def _keys_of(texts: Sequence[str], as_text: bool) -> list[bytes]:
     try:
         return [text.encode() if as_text else bytes.fromhex(text.removeprefix("0x")) for text in texts]
     except ValueError as exc:
-        raise BadInput(f"{exc}: keys are hexadecimal digits, or texts with --text") from exc
+        raise BadInput(f"{exc}: keys must be hexadecimal digits, or texts with --text") from exc
 
 
 @click.command()
@@ -166,7 +166,7 @@ def query(options: DaemonOptions, keys: Sequence[str], as_text: bool, tenant: st
             silent = f"; no answer from {', '.join(block.unavailable)}" if block.unavailable else ""
             say(f"{key}: {', '.join(block.tiers) or 'in no tier'}{silent}")
     if missing := sum(not block.tiers for block in told.blocks):
-        raise CheckFailed(f"{missing} of {plural(len(keys), 'key')} in no tier: `offload explain` says why")
+        raise CheckFailed(f"{missing} of {plural(len(keys), 'key')} in no tier: `offload explain` shows why")
 
 
 @click.command()
@@ -281,7 +281,7 @@ def release_quarantine(options: DaemonOptions, names: Sequence[str], withheld: S
     checksum of that block detects it; without checksums nothing does.
     """
     if not names and not withheld:
-        raise BadInput("say what is to be released: NAMEs that `offload quarantine list` shows, or --withheld KEY")
+        raise BadInput("name the entries to release: NAMEs that `offload quarantine list` shows, or --withheld KEY")
     keys = _keys_of(withheld, as_text=False)
     with open_operator(options) as daemon:
         told = daemon.ask(lambda seq: ReleaseQuarantine(seq, list(names), keys), Done)

@@ -34,9 +34,9 @@ class Operators:
             Refusal: it has not shown the token, or has a running request.
         """
         if peer not in self._admitted:
-            raise Refusal("credential", "show the token of admin_token_file first")
+            raise Refusal("credential", "send the token of admin_token_file first")
         if peer in self._asking:
-            raise Refusal("full", "one request at a time: the one before is not answered yet")
+            raise Refusal("full", "one request at a time: the previous one is not answered yet")
         self._asking.add(peer)
 
     def end(self, peer: bytes) -> None:

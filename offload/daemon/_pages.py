@@ -230,7 +230,7 @@ class Pages:
         except ValueError as exc:
             raise Refusal("invalid", str(exc)) from None
         if len(fates) != len(announced.keys):
-            raise Refusal("invalid", f"{len(fates)} fates of {len(announced.keys)} blocks")
+            raise Refusal("invalid", f"{len(fates)} fates for {len(announced.keys)} blocks")
         del session.announced[request.reservation]
         self._sessions.refund(session, announced.cost)
         for fate in Fate:

@@ -197,10 +197,10 @@ class Reads:
         session.check_cache(request.cache)
         hit = session.holds.get(request.hold)
         if hit is None:
-            raise Refusal("unknown", f"this session holds nothing under {request.hold}: it was released")
+            raise Refusal("unknown", f"this session has no hold {request.hold}: it was released")
         destination = self._engine.caches.into(request.cache, unpacked(request.blocks))
         if len(hit.keys) != len(destination):
-            raise Refusal("invalid", f"{len(hit.keys)} blocks are held, and {len(destination)} places given")
+            raise Refusal("invalid", f"{len(hit.keys)} blocks are held, but {len(destination)} places were named")
         self._start(session, request, partial(self._load, hit, destination), cache=request.cache)
 
     async def _load(self, hit: Any, destination: CacheBlocks, session: Session, request: Load) -> Answer:
@@ -247,7 +247,7 @@ class Reads:
                     await run_in_thread_to_the_end(clear)
                 except (OSError, RuntimeError) as exc:
                     if begun:  # its engine has cut it off, or its device does not copy
-                        _log.info("%s: of %d blocks that were not loaded some stay: %s", session, len(positions), exc)
+                        _log.info("%s: %d blocks are neither loaded nor cleared: %s", session, len(positions), exc)
                     else:  # there is no thread or descriptor for it now
                         await trio.sleep(_CLEAR_AGAIN)
 

@@ -227,12 +227,10 @@ class Service:
                     keys = await tier.list_stored(prefix_of(account.tenant))
                 except Exception as exc:
                     is_listed = False
-                    _log.warning("what %s has of tenant %s is not counted yet: %r", name, account.tenant, exc)
+                    _log.warning("the blocks of tenant %s in %s are not counted yet: %r", account.tenant, name, exc)
                     continue
                 if keys is None:
-                    _log.warning(
-                        "%s cannot list keys: what it has of tenant %s counts when it is found", name, account.tenant
-                    )
+                    _log.warning("%s cannot list keys: its blocks of tenant %s count when found", name, account.tenant)
                 with closing(self.quotas.listing(account, keys or [])) as steps:
                     for _ in steps:
                         await trio.lowlevel.checkpoint()
@@ -252,10 +250,10 @@ class Service:
         try:
             request = decode_request(frame)
             if session is not None and request.seq in session.requests:
-                raise BadFrame(f"number {request.seq} is under way")
+                raise BadFrame(f"request {request.seq} is already in progress")
         except BadFrame as exc:
             self.sessions.bad += 1
-            _log.warning("%s is sent away: %s", session or "an engine", exc)
+            _log.warning("%s is disconnected: %s", session or "an engine", exc)
             self._hang_up(peer)
             if session is not None:
                 self.end(session, "a frame that is no message")
@@ -284,7 +282,7 @@ class Service:
         if session is None and isinstance(request, Status):
             return self._state(request)  # the daemon's state may be asked without a credential
         if session is None:
-            raise Refusal("session", "there is no session of this connection: hello comes first")
+            raise Refusal("session", "this connection has no session: send Hello first")
         session.heard = self.time.now()
         if SINCE[type(request)] > session.version:
             name, since = NAME_OF[type(request)], SINCE[type(request)]
@@ -294,7 +292,7 @@ class Service:
             raise Refusal("draining", "the daemon is shutting down")
         most = self.sessions.limits.requests * (2 if type(request) in _ENDS_WORK else 1)
         if len(session.requests) >= most:
-            raise Refusal("full", f"{len(session.requests)} requests are under way, as many as may be")
+            raise Refusal("full", f"{len(session.requests)} requests are in progress, as many as are allowed")
         if type(request) not in _ENDS_WORK:
             # A waiting request keeps its keys and columns: 1,024 requests of 8 MiB would be gigabytes of a session.
             self.sessions.charge(session, request.seq, size + _cost(request))
@@ -325,7 +323,7 @@ class Service:
         if tenant is None:
             raise Refusal("credential", "no tenant has this credential")
         if session is not None:
-            raise Refusal("invalid", "this connection has a session")
+            raise Refusal("invalid", "this connection already has a session")
         previous = self.sessions.by_token(request.previous) if request.previous else None
         if previous is None:
             return self._welcome(peer, request, version, tenant, resumed=resumed)
@@ -387,7 +385,7 @@ class Service:
         away = self.time.away
         now = self.time.look()
         if self.time.away > away:
-            _log.warning("the daemon stood still for %.1f s: all leases last as much longer", self.time.away - away)
+            _log.warning("the daemon was stopped for %.1f s: all leases are extended by it", self.time.away - away)
             return
         for session in self.sessions.expired(now):
             self._hang_up(session.peer)
@@ -478,7 +476,7 @@ class Service:
             self.devices.check(request.cuda[0].device)
         cache = self._engine.caches.add(storage, layout.blocks)
         session.caches.add(cache)
-        _log.info("%s registers cache %d: %d blocks of %d bytes", session, cache, layout.blocks, layout.block_bytes)
+        _log.info("%s registered cache %d: %d blocks of %d bytes", session, cache, layout.blocks, layout.block_bytes)
         return Registered(request.seq, self.epoch, cache, layout.blocks, layout.block_bytes)
 
     async def _open_cache(
@@ -599,7 +597,7 @@ class Service:
         They are announced at once if there is nothing to wait for, and otherwise in a task.
         """
         if len(session.announced) + len(session.requests) >= self.sessions.limits.holds:
-            raise Refusal("full", f"a session announces pages at most {self.sessions.limits.holds} times: commit some")
+            raise Refusal("full", f"a session has at most {self.sessions.limits.holds} reservations: commit some")
         answer = self.pages.reserve_nowait(session, request, self.epoch)
         if answer is None:
             self._start(session, request, self._reserve_write)

@@ -241,7 +241,7 @@ class Sessions:
             ValueError: the connection has one.
         """
         if peer in self._by_peer:
-            raise ValueError("this connection has a session")
+            raise ValueError("this connection already has a session")
         most, there = self.limits.sessions, {session.tenant for session in self._all.values()}
         if tenant in there:
             most -= min(len(set(tenants) - there), most // 2)
@@ -278,7 +278,7 @@ class Sessions:
         if session.bytes + cost > limits.bytes or self.bytes + cost > limits.bytes_together:
             raise Refusal(
                 "full",
-                f"a request of {cost} bytes, where this session has {session.bytes} of at most {limits.bytes} in requests and "
+                f"a request of {cost} bytes: this session has {session.bytes} of at most {limits.bytes} in requests and "
                 f"holds, and all sessions {self.bytes} of at most {limits.bytes_together}: release some",
             )
         session.costs[seq] = cost

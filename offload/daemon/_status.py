@@ -89,12 +89,12 @@ class DaemonStatus:
         if self._has_tenants():
             await trio.lowlevel.checkpoint()
             raise NoSuchKey(
-                "this daemon has tenants: `offload explain --tenant NAME` tells an operator, who has the token"
+                "this daemon has tenants: an operator with the token can use `offload explain --tenant NAME`"
             )
         status = self._status
         if status is None:
             await trio.lowlevel.checkpoint()
-            raise NoSuchKey("no tier is open yet: the first cache that is registered says how large a block is")
+            raise NoSuchKey("no tier is open yet: the first registered cache sets the size of a block")
         return await status.explain(key)
 
     def degraded(self) -> Mapping[str, str]:

@@ -206,7 +206,7 @@ class Stores:
         try:
             await self.make_room(account, ())
         except Exception as exc:  # the next store of this tenant tries again
-            _log.warning("tenant %s: what is beyond its quota stays: %r", account.tenant, exc)
+            _log.warning("tenant %s: blocks beyond its quota could not be removed: %r", account.tenant, exc)
 
     async def _store_late(
         self, under_way: UnderWay, scope: trio.CancelScope, enqueue: Callable[[], Awaitable[TransferHandle]]

@@ -224,9 +224,7 @@ class StatusApp:
 
     async def _events(self, request: Request) -> Response:
         if self._sampler.watchers >= MOST_STREAMS:
-            return _json(
-                {"error": f"{MOST_STREAMS} streams of events are open, as many as are allowed: close one"}, 503
-            )
+            return _json({"error": f"{MOST_STREAMS} streams of events are open, as many as allowed: close one"}, 503)
         return EventStream(self._sampler, self._stop)
 
     async def _explain(self, request: Request) -> Response:

@@ -59,9 +59,7 @@ def command(
     if address is None:
         address = _address_of_daemon(config_file, runtime_dir)
     elif config_file or runtime_dir:
-        raise click.UsageError(
-            "--config and --runtime-dir name a daemon, and ADDRESS a status page: leave out one of them"
-        )
+        raise click.UsageError("--config and --runtime-dir name a daemon, and ADDRESS a page: leave out one")
     view = _look(address)
     if sys.stdout.isatty() and not (once or as_json):
         _live(address, view, interval)

@@ -157,7 +157,7 @@ def test_a_handler_names_the_nearest_knob() -> None:
         ("--tier file:", ("--tier 'file:'", "file:DIR")),
         ("--tier {type=", ("--tier '{type='", "neither JSON")),
         ("--tier maru:http://x", ("--tier", "http://x")),
-        ("--capacity 1B", ("--capacity", "must hold at least one block")),
+        ("--capacity 1B", ("--capacity", "must hold a block of")),
         ("--capacity 1MiB --capacity 2MiB", ("--capacity", "1 tiers, but 2 capacities")),
         ("--policy sometimes", ("--policy 'sometimes'", "pass-all")),
         ("--compare-eviction --capacities x", ("--capacities 'x'", "5%")),

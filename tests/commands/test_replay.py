@@ -446,7 +446,7 @@ def test_the_command_prints_a_table(trace_file: Path, tmp_path: Path) -> None:
         (["--capacity", "0"], "a size such as"),
         (["--block-bytes", "-4096"], "a size such as"),
         (["--block-bytes", "unlimited"], "a size such as"),
-        (["--capacity", "100"], "must hold at least one block"),
+        (["--capacity", "100"], "must hold a block of"),
         (["--capacity", "1MiB", "--capacity", "1MiB"], "1 tiers, but 2 capacities"),
         (["--tier", "tape"], "no kind of tier is named 'tape': there are file,"),
         (["--tier", "no_such_module:Tier"], "tier no_such_module:Tier: module 'no_such_module' cannot be imported"),

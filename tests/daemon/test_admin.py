@@ -149,10 +149,10 @@ def test_what_engines_say_is_no_message_here(sample):
 
 def test_only_who_has_shown_the_token_may_ask_and_one_thing_at_a_time():
     operators = Operators(TOKEN)
-    with pytest.raises(Refusal, match="show the token"):
+    with pytest.raises(Refusal, match="send the token"):
         operators.begin(b"peer")
     assert not operators.show(b"peer", TOKEN[:-1]) and operators.wrong == 1
-    with pytest.raises(Refusal, match="show the token"):
+    with pytest.raises(Refusal, match="send the token"):
         operators.begin(b"peer")
     assert operators.show(b"peer", TOKEN)
     operators.begin(b"peer")
@@ -161,7 +161,7 @@ def test_only_who_has_shown_the_token_may_ask_and_one_thing_at_a_time():
     operators.end(b"peer")
     operators.begin(b"peer")
     operators.gone(b"peer")
-    with pytest.raises(Refusal, match="show the token"):
+    with pytest.raises(Refusal, match="send the token"):
         operators.begin(b"peer")
 
 
@@ -172,7 +172,7 @@ def test_a_new_token_has_to_be_shown_and_the_same_one_does_not():
     operators.begin(b"peer")
     operators.end(b"peer")
     operators.change(b"another token of operators")
-    with pytest.raises(Refusal, match="show the token"):
+    with pytest.raises(Refusal, match="send the token"):
         operators.begin(b"peer")
 
 
@@ -356,7 +356,7 @@ async def test_an_operator_sees_the_blocks_of_every_tenant(path, tmp_path):
     async with daemon(path, tenants_file=tenants(tmp_path), admin="ipc") as server, Operator(server) as operator:
         cache = cache_of()
         refused = await operator.ask(Inspect, KEYS[:1])
-        assert refused.kind == "unavailable" and "first cache" in refused.text
+        assert refused.kind == "unavailable" and "register a cache" in refused.text
         async with open_client(cache, server.url, credential=HIS) as engine:
             await store(engine, cache)
         told = await operator.ask(Inspect, [*KEYS, b"nowhere"], "a")

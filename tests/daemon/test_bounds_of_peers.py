@@ -189,7 +189,7 @@ async def refusals(server, stack, make, count, text):
 @fills("requests under way", block_bytes=SIZE)
 async def fill_requests(server, stack):
     lower(server, requests=4)
-    await refusals(server, stack, lambda seq: messages.Exists(seq, [b"key"]), 10, "requests are under way")
+    await refusals(server, stack, lambda seq: messages.Exists(seq, [b"key"]), 10, "requests are in progress")
 
 
 @fills("holds", block_bytes=SIZE)
@@ -236,9 +236,7 @@ async def fill_held_blocks(server, stack):
 @fills("announcements of pages", block_bytes=SIZE)
 async def fill_announcements(server, stack):
     lower(server, holds=0)
-    await refusals(
-        server, stack, lambda seq: messages.ReserveWrite(seq, [b"key"]), 2, "announces pages at most 0 times"
-    )
+    await refusals(server, stack, lambda seq: messages.ReserveWrite(seq, [b"key"]), 2, "at most 0 reservations")
     lower(server, holds=16)
 
 
@@ -280,13 +278,13 @@ async def fill_descriptors(server, stack):
     file = os.memfd_create("unsealed")
     stack.callback(os.close, file)
     os.ftruncate(file, SIZE)
-    await hand_over_until_refused(server, stack, file, "descriptors for memory of this session, which has 4")
+    await hand_over_until_refused(server, stack, file, "descriptors exceed the bounds: this session has 4")
 
 
 @fills("mappings of memory")
 async def fill_mappings(server, stack):
     lower_door(server._service.shares.mappings, 8)
-    await hand_over_until_refused(server, stack, SharedMemory(SIZE), "mappings for memory of this session")
+    await hand_over_until_refused(server, stack, SharedMemory(SIZE), "mappings exceed the bounds: this session has")
 
 
 @fills("address space of memory")
@@ -314,7 +312,7 @@ async def fill_cache_with_pieces(server, stack):
 @fills("pieces of the blocks of all caches", block_bytes=SIZE)
 async def fill_all_with_pieces(server, stack):
     lower_door(server._service.shares.pieces, 16 * SIZE)
-    await register_cut(server, stack, 3, DaemonBusy, "pieces of blocks for memory of this session")
+    await register_cut(server, stack, 3, DaemonBusy, "pieces of blocks exceed the bounds: this session has")
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------------

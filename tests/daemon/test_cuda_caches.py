@@ -197,7 +197,7 @@ async def test_wrong_claims_of_an_engine_are_refused_and_leave_nothing_open(path
         (DaemonRefused, "several devices", LAYOUT, [there, elsewhere]),
         (DaemonRefused, "share memory", overlapping, [there, there]),
         (DaemonRefused, "there is no memory 1", [TensorLayout(1, 0, 1, [4, SIZE], [SIZE, 1], 0)], [there]),
-        (DaemonTierFailed, "sees no device", LAYOUT, [elsewhere]),
+        (DaemonTierFailed, "does not see device", LAYOUT, [elsewhere]),
         (DaemonTierFailed, "cuIpcOpenMemHandle", LAYOUT, [CudaMemory(DEVICE, bytes(64), 0, size)]),
     ]
     async with serving(path, fake, block_bytes=SIZE) as server, open_connection(server.url) as connection:
@@ -270,7 +270,7 @@ async def test_memory_that_cannot_be_closed_is_closed_with_the_next_one(path, fa
             await until(lambda: server.statistics()["failed_device_closes"] == 1, "it was closed")
             if first == 0:
                 assert server.statistics()["device_allocations"] == opened(fake) == 1
-    assert "stays open: cuIpcCloseMemHandle failed" in caplog.text
+    assert "device memory of an engine could not be closed: cuIpcCloseMemHandle failed" in caplog.text
 
 
 # --- an engine in a process of its own ----------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_blocks_of_one_run_and_blocks_of_many_pieces_are_told_apart():
         (TensorLayout(0, 0, 1, [4, SIZE], [SIZE, 1], 2), "axis 2"),
         (TensorLayout(0, 0, 1, [4, SIZE], [0, 1], 0), "share memory"),
         (TensorLayout(0, 0, 1, [4, 0], [SIZE, 1], 0), "ends"),
-        (TensorLayout(0, 3, 2, [4, 8], [8, 1], 0), "between two items"),
+        (TensorLayout(0, 3, 2, [4, 8], [8, 1], 0), "not a multiple of its item size, 2"),
     ],
 )
 def test_a_layout_outside_of_its_memory_is_refused(tensor, why):

@@ -102,7 +102,7 @@ def test_quarantine_is_listed_and_what_is_not_there_is_not_released(served):
 )
 def test_a_request_that_cannot_be_sent_is_refused_before_it_is(served, arguments):
     _, command = served
-    assert "more than a request may hold" in command(*arguments).output
+    assert "the request is too large" in command(*arguments).output
 
 
 def test_settings_are_read_again_and_the_log_level_is_set(served):
@@ -110,7 +110,7 @@ def test_settings_are_read_again_and_the_log_level_is_set(served):
     assert "read again" in done(command("reload"))
     assert json.loads(done(command("reload", "--json"))) == {"refused": []}
     done(command("log-level", "error"))
-    assert "an operator sets the log level: error" in process.errors()
+    assert "an operator set the log level: error" in process.errors()
     done(command("reload"))
 
 

@@ -760,7 +760,7 @@ async def test_nothing_is_committed_in_a_session_that_is_over(path):
         for one in running.sessions:
             running._service.end(one, "a test")
             running._channel.hang_up(one.peer)
-        with pytest.raises(DaemonUnavailable, match="given back"):
+        with pytest.raises(DaemonUnavailable, match="the pages are freed"):
             await pages.commit(reservation)
         await until(lambda: pages._connection.session not in (None, session), "there is no new session")
         assert await read(pages, keys_of(1)) == {}
@@ -773,7 +773,7 @@ async def test_nothing_is_committed_behind_the_lease_even_where_the_daemon_has_n
         reservation = await pages.reserve_write(keys_of(1))
         fill(reservation)
         pages._connection.session.expires = trio.current_time()  # as of a process that was stopped
-        with pytest.raises(DaemonUnavailable, match="given back"):
+        with pytest.raises(DaemonUnavailable, match="the pages are freed"):
             await pages.commit(reservation)
         assert await read(pages, keys_of(1)) == {}
 

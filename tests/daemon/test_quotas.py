@@ -318,11 +318,11 @@ def test_a_tenant_is_a_line_or_a_table_with_a_quota(tmp_path):
         ('a = "short"', "tenants.a: must be NAME"),
         (f'a = {{ credential = "{HIS}", quota = "8 parsecs" }}', "tenants.a.quota = '8 parsecs': must be bytes"),
         (f'a = {{ credential = "{HIS}", quota = -1 }}', "tenants.a.quota = -1: must be bytes"),
-        (f'a = {{ credential = "{HIS}", qouta = 1 }}', "tenants.a.qouta: not known"),
+        (f'a = {{ credential = "{HIS}", qouta = 1 }}', "tenants.a.qouta: unknown"),
         ("a = { quota = 1 }", "tenants.a: must be NAME"),
         (f'a = "{"x" * 300}"', "tenants.a: must be NAME"),
         (f'"" = "{HIS}"', "name of 0 characters"),
-        (f'a = "{HIS}"\nb = "{HIS}"', "another credential for each tenant"),
+        (f'a = "{HIS}"\nb = "{HIS}"', "a different credential for each tenant"),
         ("", "must have a table"),
     ],
 )
@@ -485,7 +485,7 @@ async def test_page_store_that_does_not_list_is_asked_again(path, tmp_path, monk
         refusing.setattr(page_store._service.directory, "list_keys", refuse)
         async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
             assert running.statistics()["tenant.a.used_bytes"] == 0
-            assert "is not counted yet" in caplog.text
+            assert "are not counted yet" in caplog.text
             for _ in range(3):
                 running.reload(DaemonConfig(runtime_dir=path, tenants_file=file))
             await trio.testing.wait_all_tasks_blocked()
