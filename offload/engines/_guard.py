@@ -83,7 +83,7 @@ def guarded(hooks: Mapping[str, Hook], logger: logging.Logger = _log) -> Callabl
         }
         if methods.keys() != hooks.keys():
             different = ", ".join(sorted(methods.keys() ^ hooks.keys()))
-            raise TypeError(f"the guard of {cls.__name__} must say how exactly its hooks are answered: {different}")
+            raise TypeError(f"the guard of {cls.__name__} must name exactly its hooks, not these: {different}")
         for name, method in methods.items():
             setattr(cls, name, _guard(method, hooks[name], cls.__name__, logger))
         return cls

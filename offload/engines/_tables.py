@@ -37,10 +37,10 @@ def located(engine: Mapping[str, Any], daemon_url: str, section: str) -> Mapping
         ConfigError: both name a place for blocks, or neither does.
     """
     if daemon_url and (engine.get("tiers") or engine.get("daemon_url", daemon_url) != daemon_url):
-        raise ConfigError(f"{section}.daemon_url", daemon_url, "must be empty where the table engine names tiers")
+        raise ConfigError(f"{section}.daemon_url", daemon_url, "must be empty if the table engine names tiers")
     table = {**engine, "daemon_url": daemon_url} if daemon_url else engine
     if not table.get("tiers") and not table.get("daemon_url"):
-        raise ConfigError(f"{section}.engine", dict(engine), "must name tiers: {'tiers': {...}}; or say daemon_url")
+        raise ConfigError(f"{section}.engine", dict(engine), "must name tiers: {'tiers': {...}}; or set daemon_url")
     return table
 
 

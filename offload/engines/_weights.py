@@ -332,13 +332,11 @@ class Generation:
             with open(self.version_file, "rb") as file:
                 content = file.read(_LONGEST_VERSION + 1).strip()
         except OSError as error:
-            _log.warning(
-                "weights_version_file cannot be read, so that nothing is shared until the next reset: %s", error
-            )
+            _log.warning("weights_version_file cannot be read, so nothing is shared until the next reset: %s", error)
             return ""
         if not content or len(content) > _LONGEST_VERSION:
             _log.warning(
-                "weights_version_file %s must have 1 to %d bytes, so that nothing is shared until the next reset",
+                "weights_version_file %s must have 1 to %d bytes; nothing is shared until the next reset",
                 self.version_file,
                 _LONGEST_VERSION,
             )

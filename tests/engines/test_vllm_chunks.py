@@ -132,7 +132,7 @@ def test_kernels_that_count_smaller_blocks_are_grouped():
     source.into([[8]]).copy_in(0, pages)
     for layer in cache.values():
         assert torch.equal(layer[16:18], layer[6:8])
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="not a multiple of its"):
         ChunkSource([GroupCaches(cache, BLOCKS + 1, 1)])
 
 

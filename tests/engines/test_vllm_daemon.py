@@ -80,10 +80,10 @@ def test_one_line_names_the_daemon_in_place_of_tiers():
     [
         (
             {"daemon_url": "ipc", "engine": TIERS},
-            "daemon_url = 'ipc': must be empty where the table engine names tiers",
+            "daemon_url = 'ipc': must be empty if the table engine names tiers",
         ),
         ({"daemon_url": "tcp://host:1"}, "must be ipc://PATH"),
-        ({"engine": {}}, "or say daemon_url"),
+        ({"engine": {}}, "or set daemon_url"),
         ({"daemon_url": "ipc", "engine": {"daemon_url": "ipc:///x"}}, "must be empty"),
     ],
 )

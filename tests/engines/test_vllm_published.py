@@ -271,7 +271,7 @@ def test_a_page_of_published_names_holds_one_layer():
     assert (settings.published_names, tier["key_names"]) == ("published-md5", "text")
     assert tier["chunk_size_bytes"] == 16 << 10
     assert MaruSettings.read({}, 16, 4 << 10, 4).published_names is None
-    with pytest.raises(ConfigError, match="published pages are everybody's"):
+    with pytest.raises(ConfigError, match="published pages have no tenant"):
         MaruSettings.read({"maru_key_names": "published-md5", "tenant": "a"}, 16, 4 << 10, 4)
     with pytest.raises(ConfigError, match="maru_key_names"):
         MaruSettings.read({"maru_key_names": "kv"}, 16, 4 << 10, 4)
@@ -319,7 +319,7 @@ def test_a_worker_has_one_name_for_a_chunk_of_ours_and_one_for_each_published_la
 def test_published_pages_are_of_one_group_and_one_worker():
     for more in ({"groups": 2}, {"workers": 2}):
         assert kind("hashed", **more).names_blocks
-        with pytest.raises(ValueError, match="one group of KV caches, and one worker; use hashed"):
+        with pytest.raises(ValueError, match="one group of KV caches and one worker; use hashed"):
             kind(**more)
 
 

@@ -74,8 +74,8 @@ def test_a_page_holds_a_chunk_of_all_layers(caplog):
         ({"maru_pool_size": "1M"}, "maru_pool_size = 1048576: must hold a page of 16777216 bytes"),
         ({"maru_kv_chunk_tokens": 0}, "maru_kv_chunk_tokens"),
         ({"maru_eager_map": "yes"}, "maru_eager_map"),
-        ({"engine": TIERS}, "must name no tiers beside the page store's"),
-        ({"engine": {"tiers": {}}}, "must name no tiers beside the page store's"),
+        ({"engine": TIERS}, "must name only the page store's tier"),
+        ({"engine": {"tiers": {}}}, "must name only the page store's tier"),
     ],
 )
 def test_what_cannot_be_is_named(extra, says):

@@ -384,7 +384,7 @@ def register() -> None:
     if registered_configs.get(TYPE_NAME) is MaruL2AdapterConfig:
         return
     if TYPE_NAME in registered_factories:
-        raise ValueError(f"LMCache has an adapter of the type {TYPE_NAME!r} already")
+        raise ValueError(f"LMCache already has an adapter of the type {TYPE_NAME!r}")
     register_l2_adapter_type(TYPE_NAME, MaruL2AdapterConfig)
     register_l2_adapter_factory(TYPE_NAME, _make)
 

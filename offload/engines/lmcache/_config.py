@@ -109,7 +109,7 @@ class CacheConfig:
         config = _knob.from_mapping(said, cls)
         if config.weights_version and config.key_names == "published":
             raise ConfigError(
-                "weights_version", config.weights_version, "must be empty: published names have no place for weights"
+                "weights_version", config.weights_version, "must be empty: published names contain no version"
             )
         config.engine_config(1)  # check an engine table now, not when it is first needed
         return config
@@ -143,7 +143,7 @@ class CacheConfig:
         """
         if isinstance(self.engine, str) and self.engine:
             if self.daemon_url:
-                raise ConfigError("daemon_url", self.daemon_url, f"must be empty where engine is a file: {self.engine}")
+                raise ConfigError("daemon_url", self.daemon_url, f"must be empty if engine is a file: {self.engine}")
             return EngineConfig.from_toml(Path(self.engine), section="engine")
         said = self._table
         if self._is_page_store:

@@ -407,7 +407,7 @@ class MaruL1Manager:
         Raises:
             L1ReconfigureError: always.
         """
-        raise L1ReconfigureError(404, f"{device_path} is no arena: the pool is the page store's")
+        raise L1ReconfigureError(404, f"{device_path} is not an arena: the pool belongs to the page store")
 
     def add_devdax_device(self, device_path: str, size_in_bytes: int) -> Any:
         """Raise ``L1ReconfigureError``: only the server can grow the pool.
@@ -415,7 +415,7 @@ class MaruL1Manager:
         Raises:
             L1ReconfigureError: always.
         """
-        raise L1ReconfigureError(400, "the pool is the page store's: no device can be added here")
+        raise L1ReconfigureError(400, "the pool belongs to the page store: no device can be added here")
 
     def remove_devdax_device(self, device_path: str, mode: object = None) -> Any:
         """Raise ``L1ReconfigureError``: only the server can shrink the pool.
@@ -423,7 +423,7 @@ class MaruL1Manager:
         Raises:
             L1ReconfigureError: always.
         """
-        raise L1ReconfigureError(400, "the pool is the page store's: no device can be removed here")
+        raise L1ReconfigureError(400, "the pool belongs to the page store: no device can be removed here")
 
     # --- status, and the end --------------------------------------------------------------------------------------
 

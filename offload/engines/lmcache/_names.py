@@ -115,7 +115,7 @@ def naming(names: KeyNames, weights_version: str = "") -> Callable[[ObjectKey], 
     """
     if weights_version and names == "published":
         raise ValueError(
-            f"weights_version = {weights_version!r}: must be empty, as published names have no place for it"
+            f"weights_version = {weights_version!r}: must be empty, since published names do not contain it"
         )
     if names not in get_args(KeyNames):
         raise ValueError(f"key_names = {names!r}: must be one of {', '.join(get_args(KeyNames))}")

@@ -131,7 +131,7 @@ class Residents(Generic[K]):
         if most < 1:
             raise ValueError(f"page_size = {most!r}: must be at least 1")
         if cursor is not None and not cursor.isdecimal():
-            raise ValueError(f"cursor = {cursor!r}: must be one that a page has told")
+            raise ValueError(f"cursor = {cursor!r}: must be one that a page returned")
         entries: list[tuple[K, int]] = []
         last = 0 if cursor is None else int(cursor)
         for looked_at, (serial, key, size) in enumerate(self._behind(last)):

@@ -81,9 +81,7 @@ class _Pool:
         """Return flat pages, each in a tensor of its own."""
         for tensor in tensors:
             if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                raise WrongPages(
-                    f"a flat page is a tensor in host memory that is contiguous, not {type(tensor).__name__}"
-                )
+                raise WrongPages(f"a flat page must be a contiguous tensor in host memory, not {type(tensor).__name__}")
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
         return LentPages(addresses, sizes, len(tensors), self.storage.source.block_bytes, tensors)
@@ -139,7 +137,7 @@ class HiCacheOffload(HiCacheStorage):
         self._pool: _Pool | None = None
         self._why_not: AdapterError = NoPool()
         if not extra.get("interface_v1"):
-            _log.warning("interface_v1 is not set in %s: each page is copied once more, through a tensor", SECTION)
+            _log.warning("interface_v1 is not set in %s: each page takes one more copy, through a tensor", SECTION)
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -193,7 +191,7 @@ class HiCacheOffload(HiCacheStorage):
             raise ConfigError(
                 "hicache_storage_backend",
                 "dynamic",
-                f"keeps pages of KV, and nothing of SGLang's pool {host_pool_name}",
+                f"stores only pages of KV, not of SGLang's pool {host_pool_name}",
             )
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
@@ -211,7 +209,7 @@ class HiCacheOffload(HiCacheStorage):
         Raises:
             NotImplementedError: always. SGLang then answers that it has cleared nothing.
         """
-        raise NotImplementedError("what is in the tiers is others' as well: it is not cleared from here")
+        raise NotImplementedError("the tiers are shared with other processes: they are not cleared from here")
 
     def report_status(self) -> dict[str, Any]:
         """Return counts of completed work and of failures, and the unavailable tiers."""
@@ -354,7 +352,7 @@ class HiCacheOffload(HiCacheStorage):
         Returns why the check has no result, or nothing.
         """
         if pool.planes is None:
-            return f"the axes of a pool with layout {getattr(pool.memory, 'layout', None)} are not known"
+            return f"the axes of a pool with layout {getattr(pool.memory, 'layout', None)} are unknown"
         if page is None:
             return "no page of the pool is free"
         first = int(page[0])

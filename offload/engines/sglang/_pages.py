@@ -78,7 +78,7 @@ class LentPages(Destination):
         for start in range(0, len(addresses), runs or 1):
             here = sizes[start : start + runs]
             if sum(here) != block_bytes:
-                raise WrongPages(f"a page of {sum(here)} bytes, where pages have {block_bytes}")
+                raise WrongPages(f"a page has {sum(here)} bytes, but must have {block_bytes}")
             offsets = accumulate(here, initial=0)
             self._runs.append(list(zip(addresses[start : start + runs], offsets, here, strict=False)))
         self._block_bytes = block_bytes

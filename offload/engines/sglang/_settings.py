@@ -107,7 +107,7 @@ class Settings:
         """
         name = self.model or told or ""
         if not name:
-            raise ConfigError(f"{SECTION}.model", name, "must be said, as SGLang has no name for its model")
+            raise ConfigError(f"{SECTION}.model", name, "must be set, since SGLang has no name for its model")
         if self.model and not self.weights_version and not os.path.exists(self.model):
             return name
         text = weights_text(name, version=self.weights_version, check=self.weights_check)
@@ -122,7 +122,7 @@ class Settings:
         told = str(pool_dtype).removeprefix("torch.")
         if told in ("uint8", "int8") and not self.kv_dtype:
             raise ConfigError(
-                f"{SECTION}.kv_dtype", self.kv_dtype, f"must be said, as SGLang's pool is of {told}: fp8_e4m3, say"
+                f"{SECTION}.kv_dtype", self.kv_dtype, f"must be set, as in fp8_e4m3: SGLang's pool is of {told}"
             )
         return f"{told}/{self.kv_dtype}"
 

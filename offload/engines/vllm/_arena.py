@@ -178,7 +178,7 @@ def _opened(link: str, links: int, identity: bytes) -> int | None:
         wanted, n, block_bytes = _IDENTITY.unpack(identity)
         if found[: len(wanted)] == wanted:
             raise ValueError(
-                f"an arena {link} has another size than {n} rows of {block_bytes} bytes: are there two instances with one "
+                f"the arena {link} does not have {n} rows of {block_bytes} bytes: do two instances have the same "
                 "engine_id?"
             )
     except BaseException:
@@ -213,7 +213,7 @@ def _lock(fd: int, last_page: int, rank: int | None, name: str) -> None:
     except BlockingIOError:
         whose = "a scheduler" if rank is None else f"a worker of rank {rank}"
         raise ValueError(
-            f"the arena of engine_id {name!r} has {whose} already: give each instance an engine_id of its own"
+            f"the arena of engine_id {name!r} already has {whose}: give each instance its own engine_id"
         ) from None
 
 

@@ -54,7 +54,7 @@ def check_kept(chunks: Iterable[int], kept: Container[int]) -> None:
     """
     for chunk in chunks:
         if chunk not in kept:
-            raise Withdrawn("its blocks were given out anew while they were copied")
+            raise Withdrawn("its blocks were reallocated while they were copied")
 
 
 class NoChunks(Source):
@@ -417,7 +417,7 @@ class ChunkDestination(Destination):
         """
         chunks = [self.blocks[at] for at in positions]
         if any(None in chunk for chunk in chunks):
-            raise ValueError("some blocks of this chunk were there, and were not loaded")
+            raise ValueError("some blocks of this chunk were already there, and not loaded")
         self._source.copy_blocks_out(chunks, pages)
 
     @property
@@ -493,9 +493,7 @@ def _by_blocks(caches: Mapping[str, Cache], n_blocks: int) -> dict[str, TensorMe
         memory = memory_of(name, cache)
         rows, row = memory.shape[0], memory.strides[0]
         if not n_blocks or rows % n_blocks:
-            raise ValueError(
-                f"the cache of {name} has {rows} rows, which is no whole number for each of {n_blocks} blocks"
-            )
+            raise ValueError(f"the cache of {name} has {rows} rows, not a multiple of its {n_blocks} blocks")
         if rows != n_blocks:
             each = rows // n_blocks
             shape, strides = (n_blocks, each, *memory.shape[1:]), (each * row, row, *memory.strides[1:])

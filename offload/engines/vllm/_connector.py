@@ -181,7 +181,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
             # A block that a cache cannot bring is a miss. vLLM's default, which suits the hand-over between prefill and
             # decode, would end the request with an error.
-            _log.info("kv_load_failure_policy: recompute, since what a cache does not bring is computed")
+            _log.info("kv_load_failure_policy: recompute, since blocks that cannot be loaded are computed")
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
     @property
@@ -357,7 +357,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if len(different) > 1:
             raise ValueError(
                 f"the workers have different weights, and would share no chunk: {', '.join(different)}. Give all hosts the "
-                f"same checkpoint, or say {SECTION}.weights_version"
+                f"same checkpoint, or set {SECTION}.weights_version"
             )
         if first.process == os.getpid():
             worker = _WORKERS[first.name]
@@ -389,7 +389,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         told = engine.watch_keys(events.watcher)
         untold = sorted(set(self._settings.tiers) - set(told))
         if untold:
-            _log.info("KV events tell of %s; not of %s, which keep no book of keys", told or "no tier", untold)
+            _log.info("KV events cover %s, but not %s, which keep no record of keys", told or "no tier", untold)
         return events
 
     def on_new_request(self, request: Any) -> None:
@@ -551,7 +551,7 @@ def _block_group(group: Any) -> BlockGroup:
     if isinstance(kind, FullAttentionSpec) and not strange:
         return BlockGroup(spec.block_size)
     raise ValueError(
-        f"a group of KV caches of {type(kind).__name__} is not known: use vLLM's OffloadingConnector with OffloadSpec"
+        f"a group of KV caches of {type(kind).__name__} is not supported: use vLLM's OffloadingConnector with OffloadSpec"
     )
 
 

@@ -230,7 +230,7 @@ class RowCopies:
             columns.append((group, chunks, list(rows[row : row + len(chunks)])))
             at, row = at + size, row + len(chunks)
         if (at, row) != (len(blocks), len(rows)):
-            raise ValueError(f"{len(blocks)} blocks of {at} in {len(rows)} rows of {row}")
+            raise ValueError(f"{len(blocks)} blocks and {len(rows)} rows, not {at} and {row}")
         return columns
 
     def finished(self, *, idle: bool) -> list[Copied]:

@@ -64,7 +64,7 @@ class LayerChunks(NoChunks):
         orders = [_by_tokens(name, memory.shape, n_blocks, block_size) for name, memory in memories.items()]
         sizes = {math.prod(memory.shape) * memory.item_bytes // n_blocks for memory in memories.values()}
         if len(sizes) != 1:
-            raise ValueError(f"published pages have one size, and blocks of these layers have {sorted(sizes)} bytes")
+            raise ValueError(f"published pages have one size, but blocks of these layers have {sorted(sizes)} bytes")
         super().__init__(sizes.pop() * blocks_per_chunk)
         self.naming: LayerNaming = LayerNaming(tuple(map(_number, caches)))
         """The names of pages."""
@@ -244,5 +244,5 @@ def _by_tokens(name: str, shape: Sequence[int], n_blocks: int, block_size: int) 
 def _number(name: str) -> int:
     found = _NUMBER.search(name)
     if found is None:
-        raise ValueError(f"{name} has no number, by which published pages name a layer")
+        raise ValueError(f"{name} has no number, which published pages name a layer by")
     return int(found.group(1))

@@ -163,7 +163,5 @@ def kind_of(settings: Settings, groups: Sequence[BlockGroup], hash_tokens: int, 
     if names is None:
         return ChunkPages(groups, settings.chunk_tokens)
     if len(groups) > 1 or workers > 1:
-        raise ValueError(
-            "maru_key_names of published pages: they know one group of KV caches, and one worker; use hashed"
-        )
+        raise ValueError("maru_key_names: published pages support one group of KV caches and one worker; use hashed")
     return PublishedPages(groups[0].block_size, settings.chunk_tokens, hash_tokens, names)

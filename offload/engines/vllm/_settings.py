@@ -142,7 +142,7 @@ class Settings:
             raise ConfigError(
                 f"{SECTION}.engine.tiers",
                 list(self.tiers),
-                "must have one of type maru, since the workers of this engine are other processes than its scheduler; or say "
+                "must have one of type maru, since the workers of this engine are other processes than its scheduler; or set "
                 "daemon_url in place of engine",
             )
         return EngineConfig.from_mapping({"on_enter_failure": "miss", "tiers": tiers})
@@ -202,17 +202,17 @@ class MaruSettings:
         said = _knob.from_mapping(extra, cls, section=SECTION)
         names: PublishedNames | None = None if said.maru_key_names == "hashed" else said.maru_key_names
         if names is not None and said.tenant:
-            raise ConfigError(f"{SECTION}.tenant", said.tenant, "must be empty: published pages are everybody's")
+            raise ConfigError(f"{SECTION}.tenant", said.tenant, "must be empty: published pages have no tenant")
         for knob in ("weights_version", "weights_version_file"):
             if names is not None and getattr(said, knob):
                 raise ConfigError(
-                    f"{SECTION}.{knob}", getattr(said, knob), "must be empty: published names have no place for weights"
+                    f"{SECTION}.{knob}", getattr(said, knob), "must be empty: published names contain no version"
                 )
         if "tiers" in said.engine or said.engine.get("daemon_url"):
             raise ConfigError(
                 f"{SECTION}.engine",
                 dict(said.engine),
-                "must name no tiers beside the page store's: OffloadConnector has any",
+                "must name only the page store's tier: OffloadConnector supports other tiers",
             )
         chunk_tokens = _aligned(said.maru_kv_chunk_tokens, block_size, "maru_kv_chunk_tokens")
         page_blocks = chunk_tokens // block_size
@@ -261,7 +261,7 @@ class MaruSettings:
             raise ConfigError(
                 f"{SECTION}.maru_pool_size",
                 self.maru_pool_size,
-                f"must hold a page of {page} bytes, a chunk of KV {whose}; fewer maru_kv_chunk_tokens make it smaller",
+                f"must hold a page of {page} bytes, a chunk of KV {whose}; lower maru_kv_chunk_tokens if it is too large",
             )
         return page
 
@@ -317,7 +317,7 @@ class SpecSettings:
             raise ConfigError(
                 f"{SECTION}.cpu_bytes_to_use",
                 settings.cpu_bytes_to_use,
-                f"must hold a chunk of {row_bytes} bytes; fewer blocks_per_chunk make it smaller",
+                f"must hold a chunk of {row_bytes} bytes; lower blocks_per_chunk if it is too large",
             )
         return settings
 

@@ -315,7 +315,7 @@ class RowWorker(OffloadingWorker):
         ]
         widest = max(group.block_bytes for group in groups)
         if widest > part_bytes:
-            raise ValueError(f"a chunk of this worker has {widest} bytes, where the scheduler expects {part_bytes}")
+            raise ValueError(f"a chunk of this worker has {widest} bytes, but the scheduler expects {part_bytes}")
         on_device = kv_caches.tensors[0].tensor.device.type == "cuda"
         self._arena = arena
         self._engine_id = config.engine_id

@@ -208,7 +208,7 @@ class WorkerHalf:
             # Its key must not be registered any more, since its bytes are about to change. That is done in the engine's
             # thread, so that this ends with the engine.
             self._unproven = error
-            _log.error("%r does not end: %s. Nothing is offloaded any more", store.future, error)
+            _log.error("%r does not end: %s. Offloading stops", store.future, error)
             self._close(0.0)
 
     # --- loads ----------------------------------------------------------------------------------------------------
@@ -502,7 +502,7 @@ def check_layout(
     try:
         check = engine.check_layout(canary, layout, timeout=LONGEST_CHECK, precondition=computed)
     except LayoutCheckFailed as error:
-        _log.error("nothing is offloaded, and nothing loaded: %s", error)
+        _log.error("nothing is offloaded or loaded: %s", error)
         close_engine(engine)
     except DrainUnproven:
         raise

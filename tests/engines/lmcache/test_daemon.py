@@ -22,8 +22,8 @@ def test_one_key_names_the_daemon_in_place_of_the_page_store():
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (in_memory(daemon_url="ipc"), "must be empty where the table engine names tiers"),
-        ({"engine": "engine.toml", "daemon_url": "ipc"}, "must be empty where engine is a file"),
+        (in_memory(daemon_url="ipc"), "must be empty if the table engine names tiers"),
+        ({"engine": "engine.toml", "daemon_url": "ipc"}, "must be empty if engine is a file"),
         ({"daemon_url": "localhost:5555"}, "must be ipc://PATH"),
     ],
 )

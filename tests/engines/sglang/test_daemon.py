@@ -18,7 +18,7 @@ def test_one_line_names_the_daemon_in_place_of_tiers():
     assert (list(engine.tiers), engine.daemon_url, engine.opens_without("daemon")) == (["daemon"], "ipc", True)
     with pytest.raises(ConfigError, match="daemon_url = 'ipc': must be empty"):
         HiCacheOffload(storage_config(extra_config(daemon_url="ipc")))
-    with pytest.raises(ConfigError, match="or say daemon_url"):
+    with pytest.raises(ConfigError, match="or set daemon_url"):
         HiCacheOffload(storage_config(said("")))
 
 
