@@ -95,7 +95,7 @@ def _seeds(text: str) -> range:
 
     match = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", text)
     if match is None or int(match[1]) > int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of seeds: say A..B, both included, as in 0..999")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of seeds: write A..B, both included, as in 0..999")
     return range(int(match[1]), int(match[2]) + 1)
 
 
@@ -235,7 +235,7 @@ def play_scenario(request: pytest.FixtureRequest) -> Play:
         from .scenarios._play import play
 
         if trio.lowlevel.in_trio_run():
-            raise RuntimeError("play_scenario makes a trio run of its own: call it from a test that is no `async def`")
+            raise RuntimeError("play_scenario starts its own trio run: call it from a test that is not `async def`")
         base, repeat = request.path.parent, ""
         if isinstance(scenario, Path):
             path = request.path.parent / scenario

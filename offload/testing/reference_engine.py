@@ -99,7 +99,7 @@ class BlockAllocator:
         """
         block_ids = list(block_ids)
         if len(set(block_ids)) != len(block_ids) or not self._taken.issuperset(block_ids):
-            raise ValueError(f"not all of these blocks are taken, each once: {block_ids}")
+            raise ValueError(f"block_ids = {block_ids}: must be taken blocks, each once")
         self._taken.difference_update(block_ids)
         self._free.extend(block_ids)
 
@@ -349,7 +349,7 @@ class ReferenceEngine:
 
     def _check_context(self, n_tokens: int) -> None:
         if n_tokens > self.config.max_context:
-            raise ValueError(f"{n_tokens} tokens: max_context is {self.config.max_context}")
+            raise ValueError(f"{n_tokens} tokens exceed max_context = {self.config.max_context}")
 
     def _blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.config.block_size)

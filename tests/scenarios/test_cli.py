@@ -153,7 +153,7 @@ def test_traces_are_of_one_run(here: Path) -> None:
         (["four.scenario.toml", "--seeds", "9..1"], "counts down: write 1..9"),
         (["four.scenario.toml", "--seeds", "ten"], "write A..B, both included"),
         (["four.scenario.toml", "--seed", "1", "--seeds", "1..2"], "exclude each other"),
-        (["four.scenario.toml", "--system", "nothing"], "say module:factory"),
+        (["four.scenario.toml", "--system", "nothing"], "use module:factory"),
         (["four.scenario.toml", "--system", "no_such_cache:open"], "there is no module no_such_cache"),
         (["four.scenario.toml", "--trace", "no/such/dir.json"], "no/such/dir.json: there is no directory no/such"),
         (["senseless.scenario.toml"], "senseless.scenario.toml:6: fault[0].who"),
@@ -372,7 +372,7 @@ def test_what_explore_finds_can_be_repeated_and_saved(here: Path) -> None:
     assert again["variants"] == 1
     assert again["violations"][0]["rule"] == document["violations"][0]["rule"]
     scenario("run", "spot.scenario.toml", "--system", f"{CACHES}:hasty", code=1)
-    assert "is no spot" in scenario("explore", arguments[0], *arguments[3:], "--only", "here", code=2).output
+    assert "is not a spot" in scenario("explore", arguments[0], *arguments[3:], "--only", "here", code=2).output
     assert "--actions" in scenario("explore", *arguments, "--only", "here", code=2).output
 
 

@@ -165,7 +165,7 @@ def test_it_needs_nothing_but_its_tiers() -> None:
         (("[engine]", '[[fault]]\nat_ms = 1\ndo = "shut_down"\n[engine]'), "fault[0].do: an engine ends with"),
         (
             ("[engine]", '[[step]]\nstore = { id = "a", how = "now" }\n[engine]'),
-            "step[0].store.how: an engine is asked",
+            "step[0].store.how: an engine stores one container after the other",
         ),
     ],
 )

@@ -98,7 +98,7 @@ NOT_MET = [
     ),
     ({"found": {"host": "k0, k1"}}, "found.host: wanted k1, found k0, k5"),
     ({"missing": {"host": "k{4..5}"}}, "missing.host: wanted none of 'k{4..5}', found k5"),
-    ({"found": {"disk": "k0"}}, "found.disk: wanted 'k0', and the system does not say what disk has"),
+    ({"found": {"disk": "k0"}}, "found.disk: wanted 'k0', but the system does not list the keys of disk"),
     ({"metric": {"main": {"batches": 2}}}, "metric.main.batches: wanted 2, found 1"),
     ({"metric": {"main": {"blocks": 2}}}, "metric.main.blocks: wanted 2, found no such figure"),
     ({"never": ["a0 post_claim"]}, "never[0]: 'a0 post_claim' happened, at 2 ms"),

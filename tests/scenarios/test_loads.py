@@ -111,9 +111,7 @@ def test_a_mix_that_goes_on_for_longer_than_the_run_is_an_error_and_no_hang():
     late = Scenario(name="x", limit_ms=298, load=Load(mix=mix))
     (problem,) = check(late)
     assert problem.path == "load.mix.over_ms"
-    assert (
-        "may come as late as 299, and the run is over by limit_ms = 298: say less, or a larger limit_ms" in problem.text
-    )
+    assert "may come as late as 299, but the run ends at limit_ms = 298: set less, or a larger limit_ms" in problem.text
     assert check(Scenario(name="x", limit_ms=299, load=Load(mix=mix))) == []
     assert check(Scenario(name="x", limit_ms=99, load=Load(mix=Mix(over_ms=100, loads=0.0)))) == []
     assert play(Scenario(name="x", limit_ms=299, load=Load(mix=mix)), 2).violations == ()
@@ -166,14 +164,14 @@ def test_a_trace_plays(tmp_path):
 
 
 def test_a_trace_that_cannot_be_read_is_an_error_of_the_scenario(tmp_path):
-    with pytest.raises(ScenarioError, match=r"load\.trace\.path: .*nowhere cannot be read: .*: say a path relative"):
+    with pytest.raises(ScenarioError, match=r"load\.trace\.path: .*nowhere cannot be read: .*: name a path relative"):
         unroll(traced("nowhere"), 0, tmp_path)
     (tmp_path / "bad").write_text(line(0, 1, 1))
     with pytest.raises(ScenarioError, match="line 1: hash_ids: 1 is named twice"):
         unroll(traced("bad"), 0, tmp_path)
     (tmp_path / "long").write_text(REQUESTS)
     with pytest.raises(
-        ScenarioError, match=r"load\.trace\.limit: r2 comes at 12, and .* limit_ms = 11: say fewer requests"
+        ScenarioError, match=r"load\.trace\.limit: r2 comes at 12, but .* limit_ms = 11: set fewer requests"
     ):
         unroll(msgspec.structs.replace(traced("long"), limit_ms=11), 0, tmp_path)
     assert unroll(msgspec.structs.replace(traced("long"), limit_ms=12), 0, tmp_path).step

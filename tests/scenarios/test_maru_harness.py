@@ -130,16 +130,16 @@ def test_virtual_time_cannot_play_it_and_says_how_it_is_played() -> None:
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        ('[[fault]]\nat_ms = 1\ndo = "torn"', "fault[0].do: nobody can do 'torn' to a page store"),
-        ('[[fault]]\nat_ms = 1\ndo = "fail"\nkeys = "a.0"', "fault[0].do: of a page store a whole copy fails"),
+        ('[[fault]]\nat_ms = 1\ndo = "torn"', "fault[0].do: 'torn' is not possible in a page store"),
+        ('[[fault]]\nat_ms = 1\ndo = "fail"\nkeys = "a.0"', "fault[0].do: in a page store a whole copy fails"),
         ('[pipeline.main]\nto = "host"\n[pipeline.up]\nfrom = "host"\nto = "device"', "from which no pipeline starts"),
         (
             '[tier.other]\nat_once = 0.5\n[pipeline.main]\nto = "host"',
-            "tier.other.at_once: is about what an engine asks",
+            "tier.other.at_once: applies to the questions of an engine",
         ),
         (
             '[tier.other]\n[pipeline.main]\nto = "other"\npolicies = [{ do = "lock", at_once = 1.0 }]',
-            "pipeline.main.policies[0].at_once: is about a policy that waits",
+            "pipeline.main.policies[0].at_once: applies to a policy that waits",
         ),
         ('[tier.other]\nlease_ms = 100\n[pipeline.main]\nto = "host"', "tier.other.lease_ms: is about page stores"),
         (
@@ -155,7 +155,7 @@ def test_what_makes_no_sense_with_a_page_store_is_said_with_its_place(more: str,
 
 
 def test_a_page_store_evicts_in_one_way() -> None:
-    with pytest.raises(ScenarioError, match="evicts what was used least recently"):
+    with pytest.raises(ScenarioError, match="evicts the least recently used keys"):
         read_text(to_toml(SMALL).replace('kind = "maru"', 'kind = "maru"\neviction = "adaptive"'))
 
 

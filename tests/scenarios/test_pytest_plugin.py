@@ -421,7 +421,7 @@ def test_playing_inside_a_trio_test_says_that_it_cannot_be(run) -> None:  # type
     text = "async def test_it(play_scenario):\n    play_scenario('x')\n"
     result = run(*MODES["trio mode"], files={"test_it.py": text})
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*call it from a test that is no `async def`*"])
+    result.stdout.fnmatch_lines(["*call it from a test that is not `async def`*"])
 
 
 SEEDED = """

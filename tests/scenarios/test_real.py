@@ -257,7 +257,7 @@ def test_a_host_scope_that_is_cancelled_drains_the_copy_under_way() -> None:
 
 
 def test_a_clock_that_jumps_is_refused_with_its_place() -> None:
-    with pytest.raises(ScenarioError, match=r"^fault\[0\]\.do: nobody can have the clock on the wall jump"):
+    with pytest.raises(ScenarioError, match=r"^fault\[0\]\.do: the clock on the wall cannot jump"):
         play_real(program(stores("a"), faults=[Fault(do="clock", at_ms=5, ms=100)]))
 
 

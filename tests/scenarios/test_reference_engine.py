@@ -417,7 +417,7 @@ def test_what_is_present_cannot_be_adopted_away() -> None:
         ([1, VOCABULARY], f"token 1 is {VOCABULARY}"),
         ([-1], "token 0"),
         ("text", "token 0 is 't'"),
-        (bytes(513), "max_context is 512"),
+        (bytes(513), "513 tokens exceed max_context = 512"),
     ],
 )
 def test_bad_tokens_are_refused_by_name(tokens: Iterable[int], text: str) -> None:

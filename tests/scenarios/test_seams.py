@@ -155,11 +155,11 @@ def test_no_name_is_ours() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("scenario_caches", "say module:factory"),
+        ("scenario_caches", "use module:factory"),
         ("no_such_cache:open", "there is no module no_such_cache"),
         ("tests.support.scenario_caches:open", "has no open; it has Ticket, Careful"),
-        ("tests.support.scenario_caches:Careful.verifies", "is no factory, but bool"),
-        ("scenario_caches:", "say module:factory"),
+        ("tests.support.scenario_caches:Careful.verifies", "is bool, not a factory"),
+        ("scenario_caches:", "use module:factory"),
     ],
 )
 def test_a_name_that_is_none_says_what_would_be(name: str, said: str) -> None:

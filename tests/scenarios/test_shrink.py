@@ -146,7 +146,7 @@ def test_containers_get_short_names() -> None:
 
 
 def test_a_program_that_goes_well_is_not_shrunk() -> None:
-    with pytest.raises(NotBroken, match="'by hand' goes well with seed 5"):
+    with pytest.raises(NotBroken, match="'by hand' passes with seed 5"):
         shrink(program(), 5, play=ByHand(lambda s, m: False))
 
 

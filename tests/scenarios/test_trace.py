@@ -57,7 +57,7 @@ def test_a_saved_trace_is_the_trace() -> None:
 
 
 def test_something_else_is_no_saved_trace() -> None:
-    with pytest.raises(NotATrace, match=r"x\.trace is no saved trace.*--save-trace x\.trace"):
+    with pytest.raises(NotATrace, match=r"x\.trace is not a saved trace.*--save-trace x\.trace"):
         load_trace("format = 1\n", "x.trace")
 
 

@@ -184,7 +184,7 @@ class _Loop:
         If cancelled, cancel the coroutine, and return once it is over.
         """
         if self.cache is None:
-            raise RuntimeError("the system is not there: it ended while it was opened")
+            raise RuntimeError("the system ended while it was opened")
         over = trio.Event()
         tasks: list[asyncio.Task[Any]] = []
 

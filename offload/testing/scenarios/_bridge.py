@@ -169,7 +169,7 @@ class Bridge:
         while not answers:
             with self._bell:
                 if not self._waiting and not answers and not self._bell.wait(ANSWER_TIMEOUT):
-                    raise TimeoutError(f"{what}: the system does not answer for {ANSWER_TIMEOUT:g} s")
+                    raise TimeoutError(f"{what}: the system did not answer within {ANSWER_TIMEOUT:g} s")
             self._serve()
         answer = answers[0]
         if isinstance(answer, BaseException):

@@ -175,16 +175,16 @@ class Checker:
                     self.one(path, value, self.hooks, "hook")
             case "counted":
                 if self.hooks is not None and value not in (known := [*COUNTED, *self.hooks]):
-                    self.wrong(path, f"nobody counts {value!r}{nearest(value, known)}")
+                    self.wrong(path, f"{value!r} is not counted{nearest(value, known)}")
             case "event":
                 self._event(path, value)
             case "new name":
                 if not value or any(one.isspace() for one in value):
-                    self.wrong(path, f"{value!r} is no name: it is not empty, and has no space in it")
+                    self.wrong(path, f"{value!r} is not a name: it must not be empty, and have no spaces")
 
     def _event(self, path: Path, event: str) -> None:
         label, _, what = event.partition(" ")
         if not label or not what.strip():
-            self.wrong(path, f'{event!r} is no event: say "<container> <what happens>", as in "a0 settled"')
+            self.wrong(path, f'{event!r} is not an event: write "<container> <event>", as in "a0 settled"')
         elif self.one(path, label, [*self.labels, *self.loads], "container") and self.hooks is not None:
             self.one(path, what, [*EVENTS, *self.hooks], "event")

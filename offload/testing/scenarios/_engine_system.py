@@ -155,7 +155,7 @@ class VirtualEngineTier(FaultyQueries, VirtualTier, DirectTier):
             return await super().load(lease, destination)
         window.entry.fired = True
         self._unproven.append(views)
-        error = Unknown(f"nobody knows how a load from {self.name} ended")
+        error = Unknown(f"it is unknown how a load from {self.name} ended")
         raise ExceptionGroup(f"a load from {self.name}", [error]) if window.grouped else error
 
     def load_from_thread(self, lease: Any, there: Pages, deadline: float) -> bool:
@@ -318,7 +318,7 @@ class EngineSystem:
         except Exception as error:
             if not holds(error, Unproven):
                 raise
-            raise ConnectionResetError(f"nobody knows what these places hold: {error!r}") from error
+            raise ConnectionResetError(f"the content of these places is unknown: {error!r}") from error
         loaded = result.loaded if result is not None else 0
         keys = hit.keys[:loaded]
         if self._engine.promote:
@@ -329,7 +329,7 @@ class EngineSystem:
         if max(loaded, end) < len(asked):
             failed = result is not None and any(isinstance(outcome, Failed) for outcome in result.outcomes)
             if failed or hit.unavailable:
-                raise ConnectionResetError(f"not all could be asked: {hit.unavailable or result}")
+                raise ConnectionResetError(f"not all tiers could be asked: {hit.unavailable or result}")
         return {key: bytes(pages[at]) for at, key in enumerate(keys)}, end
 
     async def delete(self, tier: str, keys: Sequence[Key]) -> None:

@@ -154,7 +154,7 @@ class _ExpectationCheck:
             for tier, names in (getattr(expect, field) or {}).items():
                 there = self._rest.found.get(tier)
                 if there is None:
-                    yield f"{field}.{tier}: wanted {names!r}, and the system does not say what {tier} has"
+                    yield f"{field}.{tier}: wanted {names!r}, but the system does not list the keys of {tier}"
                     continue
                 wrong = [key for key in expand(names) if (key in there) is not wants]
                 if wrong and wants:

@@ -288,7 +288,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         line = int(at[1]) if at and at[1] else text.count("\n") + 1
         raise ScenarioError(name, line, "", f"is not TOML: {_AT.sub('', said)}") from error
     except RecursionError as error:
-        raise ScenarioError(name, None, "", "is nested too deeply: no scenario is") from error
+        raise ScenarioError(name, None, "", "is nested too deeply for a scenario") from error
 
 
 _AT: Final = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")

@@ -102,7 +102,7 @@ def from_incident(recording: Recording, *, name: str = "an incident", last: floa
     """
     stories = Stories(recording, last)
     if not stories:
-        raise NothingRecorded("the recording has no container from its beginning on: nothing can be played again")
+        raise NothingRecorded("the recording has no container from its beginning: nothing can be replayed")
     return _Mapping(recording, stories).scenario(name)
 
 

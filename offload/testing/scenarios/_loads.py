@@ -121,7 +121,7 @@ def _requests(trace: TraceLoad, base: Path | None) -> Sequence[Request]:
         raise ScenarioError("", None, "load.trace.path", str(error)) from error
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         problem = getattr(error, "strerror", None) or error
-        why = f"{path} cannot be read: {problem}: say a path relative to the scenario's file"
+        why = f"{path} cannot be read: {problem}: name a path relative to the scenario's file"
         raise ScenarioError("", None, "load.trace.path", why) from error
 
 
@@ -138,9 +138,9 @@ def _unroll_requests(requests: Sequence[Request], trace: TraceLoad, limit_ms: in
             why = f"{label} came {-at} ms before the first request: sort the trace by its timestamps"
             raise ScenarioError("", None, "load.trace.path", why)
         if at > limit_ms:
-            why = f"{label} comes at {at}, and the run is over by limit_ms = {limit_ms}"
+            why = f"{label} comes at {at}, but the run ends at limit_ms = {limit_ms}"
             raise ScenarioError(
-                "", None, "load.trace.limit", f"{why}: say fewer requests, more speed, or a larger limit_ms"
+                "", None, "load.trace.limit", f"{why}: set fewer requests, more speed, or a larger limit_ms"
             )
         known = [one for one in request.hash_ids if one in seen]
         new = [one for one in request.hash_ids if one not in seen]

@@ -78,14 +78,14 @@ def compress(names: Iterable[str]) -> str:
 def _part(word: str, names: str) -> tuple[list[str], list[range], list[int]]:
     """Parse one name: its texts, its ranges, and their minimum digits."""
     if not word:
-        raise ValueError(f"{_short(names)} has a comma without a name beside it")
+        raise ValueError(f"{_short(names)} has a comma without a name next to it")
     if _NAME.fullmatch(word) is None:
-        raise ValueError(f"{_short(word)} is no name: it has no space in it, and braces only as in 'a{{0..3}}'")
+        raise ValueError(f"{_short(word)} is not a name: it must have no spaces, and braces only as in 'a{{0..3}}'")
     pieces = _RANGE.split(word)  # text, low, high, text, low, high, text ...
     ends = [(low, high) for low, high in zip(pieces[1::3], pieces[2::3], strict=True)]
     for low, high in ends:
         if int(low) > int(high):
-            raise ValueError(f"{_short(word)} counts down: say {{{high}..{low}}}")
+            raise ValueError(f"{_short(word)} counts down: write {{{high}..{low}}}")
     ranges = [range(int(low), int(high) + 1) for low, high in ends]
     return pieces[0::3], ranges, [len(low) if low.startswith("0") else 0 for low, _ in ends]
 

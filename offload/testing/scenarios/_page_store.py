@@ -57,7 +57,7 @@ _PROGRAM: Final = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != int(sys.argv.pop(1)):
-    sys.exit("whoever started this is gone")
+    sys.exit("the process that started this is gone")
 sys.argv[0] = "maru-server"
 from maru.server_cli import main
 main()
@@ -149,7 +149,7 @@ class PageStore:
             line = _line_of(output.fileno())
         if not line:
             self.kill()
-            raise NoPageStore(f"no page store: {self.log().strip().rpartition(chr(10))[2] or 'it says nothing'}")
+            raise NoPageStore(f"no page store: {self.log().strip().rpartition(chr(10))[2] or 'it printed nothing'}")
         ready: dict[str, Any] = json.loads(line)
         [self._endpoint] = ready["endpoints"]
         self.starts += 1
@@ -180,7 +180,7 @@ class PageStore:
         if process is not None:
             wrong = _ended(process)
         if wrong:
-            wrong += f"; it said: {self.log().strip()[-500:]}"
+            wrong += f"; its log: {self.log().strip()[-500:]}"
         if not self._log.closed:
             self._log.close()
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -242,7 +242,7 @@ class PageStoreTier(MaruTier):
             await self._until(lambda: self._all_free)
         if pinned:
             names = ", ".join([key.decode(errors="replace") for key in pinned])
-            self._judge.wrong("I1", f"at rest, {names} in {self.name} cannot be deleted: somebody holds them")
+            self._judge.wrong("I1", f"at rest, {names} in {self.name} cannot be deleted: they are held")
             return
         pages = self.handler.statistics().pages
         if bound.cancelled_caught or pages.strays:

@@ -234,7 +234,7 @@ class _CommandLoop:
             async def wait() -> None:
                 await holds.wait()
                 if label in self._broken:
-                    raise ScriptedError("what it waited for never comes")
+                    raise ScriptedError("its event will never be set")
 
             request.after = AsyncCallable(wait)
         request.state = "taken"
@@ -251,7 +251,7 @@ class _CommandLoop:
     async def _cancel(self, label: str) -> None:
         ticket = self._world.requests[label].ticket
         if ticket is None:
-            raise Refused(f"there is no {label} here")
+            raise Refused(f"there is no container {label} here")
         await ticket.cancel()
 
     async def _load(self, tier: str, keys: Sequence[bytes]) -> list[bytes | None]:

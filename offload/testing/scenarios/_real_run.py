@@ -146,14 +146,14 @@ def check_real(scenario: Scenario, *, ours: bool = True) -> None:
 def _problems(scenario: Scenario, ours: bool) -> Iterator[tuple[str, str]]:
     for i, fault in enumerate(scenario.fault):
         if fault.do == "clock":
-            yield f"fault[{i}].do", "nobody can have the clock on the wall jump: leave it out, or run without --real"
+            yield f"fault[{i}].do", "the clock on the wall cannot jump: leave it out, or run without --real"
     sources = {name for name, spec in scenario.tier.items() if spec.kind == "file"}
     first = next(iter(scenario.pipeline.values())).source if scenario.pipeline else "device"
     for i, step in enumerate(scenario.step if ours else ()):
         if step.store is not None and step.store.kind == "external":
             source = scenario.pipeline[step.store.pipeline].source if step.store.pipeline else first
             if source in sources:
-                why = f"an engine keeps no files alive, and {source} is made of them: say weak or strong, or kind = 'memory'"
+                why = f"an engine keeps no files alive, and {source} is made of them: use weak or strong, or kind = 'memory'"
                 yield f"step[{i}].store.kind", why
 
 

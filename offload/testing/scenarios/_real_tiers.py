@@ -190,11 +190,11 @@ class RealTierModel(TierModel):
                 raise
             if "unproven" in met:
                 self.end_unknown(copy)
-                raise Unknown(f"nobody knows how a copy into {self.name} ended")
+                raise Unknown(f"it is unknown how a copy into {self.name} ended")
             if "drop" in met or self._unannounced.pop(copy, None) is not None:
                 self.end_unknown(copy)
                 await self.released.wait()
-                raise Unknown(f"nobody was told how a copy into {self.name} ended")
+                raise Unknown(f"the end of a copy into {self.name} was not reported")
             if "reorder" in met:
                 await self._hold_back(copy)
             for key in self._lost.pop(copy, ()):  # counted as arrived below, but it has not

@@ -338,10 +338,10 @@ def _mounted(nbytes: int) -> int:
                     process_group=0,
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
-                raise NoDisk(f"no mount namespace can be had: {error}") from error
+                raise NoDisk(f"no mount namespace can be made: {error}") from error
         if done.returncode:
             why = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-            raise NoDisk(f"no file system can be mounted here, not even in a namespace of its own ({why})")
+            raise NoDisk(f"no file system can be mounted here, not even in its own namespace ({why})")
         _, fds, _, _ = socket.recv_fds(ours, 1, 1)
         os.set_inheritable(fds[0], False)
         return fds[0]

@@ -118,27 +118,27 @@ _ANYWHERE: Final = frozenset({"evict", "flip", "peer_death"})
 """Faults of a tier that are not about copies into it."""
 _CAN: Final = ", ".join(sorted(do for do, kind in FAULT_KINDS.items() if kind.page_store and "tier" in kind.looks_at
                                and do != "evict"))  # fmt: skip
-_ITS_OWN: Final = "an engine has its own, what is there already: leave it out"
+_ITS_OWN: Final = "an engine has its own, present: leave it out"
 _NOT_ITS: Final = "is about page stores, and this tier is of kind {p.kind!r}: leave it out"
 
 ROWS: Final = (
-    Row(Scenario, "name", lambda c, p: not p.name.strip(), "is empty: say in a few words what the scenario shows"),
+    Row(Scenario, "name", lambda c, p: not p.name.strip(), "is empty: describe in a few words what the scenario shows"),
     Row(Scenario, "pipeline", lambda c, p: c.engine and len(p.pipeline) > 1,
         "an engine makes its pipelines itself: name one, for the knobs of all"),
     # Tiers.
     Row(TierSpec, "holds", lambda c, p: max(0, _length(p.holds)) > p.capacity and _length(p.holds),
         "{0} keys do not fit: capacity = {p.capacity}"),
     Row(TierSpec, "at_once", lambda c, p: is_set(p, "at_once") and not c.engine,
-        "is about what an engine asks, and there is none: leave it out"),
+        "applies to the questions of an engine, but there is none: leave it out"),
     Row(TierSpec, "at_once", lambda c, p: p.kind == "maru" and is_set(p, "at_once"),
         "a page store answers at once where its index shows the answer: leave it out"),
     Row(TierSpec, "patience_ms", lambda c, p: p.kind != "maru" and is_set(p, "patience_ms"), _NOT_ITS),
     Row(TierSpec, "lease_ms", lambda c, p: p.kind != "maru" and is_set(p, "lease_ms"), _NOT_ITS),
     Row(TierSpec, "eviction", lambda c, p: p.kind == "maru" and p.eviction != "lru",
-        "a page store evicts what was used least recently: leave it out"),
+        "a page store evicts the least recently used keys: leave it out"),
     # Pipelines.
     Row(PipelineSpec, "to", lambda c, p: p.source == p.to and p.to in c.tiers,
-        "{p.to!r} is where it starts from: name another tier"),
+        "{p.to!r} is its source: name another tier"),
     Row(PipelineSpec, "to", _block_sizes, "{0}: give both the same block_bytes"),
     Row(PipelineSpec, "from", lambda c, p: p.source in c.page_stores,
         "{p.source!r} is a page store, from which no pipeline starts that is not an engine's: name it among engine.tiers"),
@@ -146,74 +146,74 @@ ROWS: Final = (
     Row(PipelineSpec, "chain", lambda c, p: c.engine and p.chain, _ITS_OWN),
     Row(PipelineSpec, "optional_chain", lambda c, p: c.engine and p.optional_chain, _ITS_OWN),
     Row(PolicySpec, "who", lambda c, p: p.do == "cancel" and not p.who.strip(),
-        'is missing: say whose cancel is asked for, as in who = "a0"'),
+        'is missing: name the container to cancel, as in who = "a0"'),
     Row(PolicySpec, "at_once", lambda c, p: p.at_once and not p.ms and p.do not in ("sleep", "hang"),
-        "is about a policy that waits before it answers: say its ms, or leave it out"),
+        "applies to a policy that waits before it answers: set its ms, or leave it out"),
     Row(PolicySpec, "reason", lambda c, p: p.do == "reject" and not p.reason,
-        "is empty: say in a word why blocks are filtered"),
+        "is empty: set a word for why blocks are filtered"),
     # The engine.
     Row(EngineSpec, "tiers", lambda c, p: not p.tiers, 'is empty: name at least one tier, as in ["host", "disk"]'),
     Row(EngineSpec, "first_wait_ms", lambda c, p: p.first_wait_ms > p.longest_wait_ms,
         "must be at most longest_wait_ms = {p.longest_wait_ms}"),
     # Steps.
-    Row(Load, "", lambda c, p: p.mix is None and p.trace is None, "is empty: say load.mix or load.trace"),
+    Row(Load, "", lambda c, p: p.mix is None and p.trace is None, "is empty: set load.mix or load.trace"),
     Row(Mix, "over_ms", lambda c, p: last_of(p) > c.limit and last_of(p),
-        "what is drawn may come as late as {0}, and the run is over by limit_ms = {c.limit}: say less, or a larger limit_ms"),
-    Row(TraceLoad, "path", lambda c, p: not p.path, "is empty: say which file, relative to this one"),
-    Row(Step, "", _verbs, f"does {{0}}: say exactly one of {', '.join(VERBS)}"),
+        "containers may come as late as {0}, but the run ends at limit_ms = {c.limit}: set less, or a larger limit_ms"),
+    Row(TraceLoad, "path", lambda c, p: not p.path, "is empty: name a file, relative to this one"),
+    Row(Step, "", _verbs, f"does {{0}}: must have exactly one of {', '.join(VERBS)}"),
     Row(Step, "evict.tier", lambda c, p: p.evict and _no_source(c, p.evict.tier),
-        "{p.evict.tier!r} is no source of a pipeline{0}"),
+        "{p.evict.tier!r} is not a source of a pipeline{0}"),
     Row(Step, "delete.again", lambda c, p: p.delete and p.delete.again,
-        "is for evict: what is deleted does not come back by itself"),
+        "applies to evict: deleted keys do not come back by themselves"),
     Row(StoreStep, "id", lambda c, p: _length(p.id) == 0, 'is empty: name the containers, as in id = "a{{0..3}}"'),
     Row(StoreStep, "per", lambda c, p: p.per > (_pipeline_of(c, p).budget_blocks or p.per) and _pipeline_of(c, p),
         "{p.per} blocks in a container: its pipeline could never take in so many, its budget_blocks = {0.budget_blocks}: "
         "name fewer"),
     Row(StoreStep, "kind", lambda c, p: p.kind == "external" and _pipeline_of(c, p).source in c.filled and _pipeline_of(c, p),
         "{0.source!r} is filled by a pipeline, and no engine keeps its blocks alive: store from there with kind = \"weak\""),
-    Row(StoreStep, "any_of", lambda c, p: p.any_of and not p.after, "is about after, which is missing: say after what"),
+    Row(StoreStep, "any_of", lambda c, p: p.any_of and not p.after, "applies to after, which is missing: set after"),
     Row(StoreStep, "how", lambda c, p: c.engine and p.how != "wait",
-        "an engine is asked to store one after the other: leave it out"),
+        "an engine stores one container after the other: leave it out"),
     Row(StoreStep, "pipeline", lambda c, p: c.engine and p.pipeline not in ("", *c.engine.tiers[:1]),
         "an engine stores into its first tier: leave it out"),
     Row(After, "", lambda c, p: p.do == "never" and (p.event or p.ms is not None),
-        "never comes to an end, yet says when: leave out event and ms, or do"),
+        "never ends, but has an end: leave out event and ms, or do"),
     Row(After, "event", lambda c, p: p.event and p.event not in c.fired
-        and (nearest(p.event, c.fired) if c.fired else f': say [[step]] fire = "{p.event}", or ms'),
+        and (nearest(p.event, c.fired) if c.fired else f': add [[step]] fire = "{p.event}", or set ms'),
         "no step fires {p.event!r}{0}"),
-    Row(LoadStep, "keys", lambda c, p: not p.keys.strip(), "is empty: say which keys are loaded"),
+    Row(LoadStep, "keys", lambda c, p: not p.keys.strip(), "is empty: name the keys to load"),
     Row(LoadStep, "hold_ms", lambda c, p: c.engine and c.engine.recompute_ms and p.hold_ms and not p.tier,
-        "reads twice, and with recompute_ms = {c.engine.recompute_ms} each read may leave out other blocks: say one of both"),
+        "reads twice, and with recompute_ms = {c.engine.recompute_ms} each read may leave out other blocks: set one of both"),
     Row(LoadStep, "id", lambda c, p: _length(p.id) > 1, "names several: a load is one"),
-    Row(KeysStep, "keys", lambda c, p: not p.keys.strip(), "is empty: say which keys"),
-    Row(CloseStep, "how", lambda c, p: c.engine and p.how == "close", "an engine ends with its block: say leave, or cancel"),
+    Row(KeysStep, "keys", lambda c, p: not p.keys.strip(), "is empty: name the keys"),
+    Row(CloseStep, "how", lambda c, p: c.engine and p.how == "close", "an engine ends with its block: use leave, or cancel"),
     # Faults.
     Row(Fault, "", lambda c, p: (p.at_ms is None) == (not p.at_hook) and ("both at_ms and at_hook" if p.at_hook else "no time"),
-        "has {0}: say exactly one of at_ms and at_hook"),
-    Row(Fault, "of", lambda c, p: not p.at_hook and p.of, "is about visits of a hook: say at_hook as well"),
-    Row(Fault, "visit", lambda c, p: not p.at_hook and p.visit != 1, "is about visits of a hook: say at_hook as well"),
+        "has {0}: must have exactly one of at_ms and at_hook"),
+    Row(Fault, "of", lambda c, p: not p.at_hook and p.of, "applies to visits of a hook: set at_hook as well"),
+    Row(Fault, "visit", lambda c, p: not p.at_hook and p.visit != 1, "applies to visits of a hook: set at_hook as well"),
     Row(Fault, "who", lambda c, p: p.do in _ON_CONTAINERS and not p.who.strip() and not p.at_hook,
-        'is missing: say whom {p.do!r} hits, as in who = "a0"'),
+        'is missing: name the container that {p.do!r} hits, as in who = "a0"'),
     Row(Fault, "who", lambda c, p: p.do == "abandon" and not p.who.strip() and p.at_hook,
         "is missing: no hook is about a container that still waits for room"),
-    Row(Fault, "by", lambda c, p: not p.by, "0 answers too many are as many as there should be: say 1, or -1"),
+    Row(Fault, "by", lambda c, p: not p.by, "0 extra answers are no fault: set 1, or -1"),
     Row(Fault, "grouped", lambda c, p: p.grouped and p.do == "fail" and (
             "the blocks fail, and nothing is raised" if p.keys
             else "at a hook it is about blocks, which fail" if p.at_hook else ""),
-        "{0}: leave it out, or say at_ms without keys"),
-    Row(Fault, "tier", lambda c, p: p.do == "evict" and _no_source(c, p.tier), "{p.tier!r} is no source of a pipeline{0}"),
+        "{0}: leave it out, or set at_ms without keys"),
+    Row(Fault, "tier", lambda c, p: p.do == "evict" and _no_source(c, p.tier), "{p.tier!r} is not a source of a pipeline{0}"),
     Row(Fault, "tier", lambda c, p: p.do not in _ANYWHERE and p.tier in c.tiers and p.tier not in c.filled
         and nearest(p.tier, c.filled), "nothing is copied into {p.tier!r}{0}"),
     Row(Fault, "do", lambda c, p: not FAULT_KINDS[p.do].page_store and _page_store(c, p),
-        f"nobody can do {{p.do!r}} to a page store, {{0!r}}: it can meet {_CAN}"),
+        f"{{p.do!r}} is not possible in a page store, {{0!r}}: it supports {_CAN}"),
     Row(Fault, "do", lambda c, p: p.do == "fail" and (p.keys or p.at_hook) and _page_store(c, p),
-        "of a page store a whole copy fails, not one block: say at_ms, and no keys"),
-    Row(Fault, "do", lambda c, p: c.engine and p.do == "shut_down", "an engine ends with its block: say cancel_host"),
+        "in a page store a whole copy fails, not one block: set at_ms, and no keys"),
+    Row(Fault, "do", lambda c, p: c.engine and p.do == "shut_down", "an engine ends with its block: use cancel_host"),
     # Expectations.
     Row(Expect, "", lambda c, p: p == Expect(),
-        "expects nothing: say status, result, count, order, time, found, missing or never"),
+        "expects nothing: set status, result, count, order, time, found, missing or never"),
     Row(Window, "", lambda c, p: p.at_most_ms is not None and p.at_most_ms < p.at_least_ms,
-        "nothing is at least {p.at_least_ms} and at most {p.at_most_ms}: turn them round"),
+        "no time is at least {p.at_least_ms} and at most {p.at_most_ms}: swap them"),
 )  # fmt: skip
 """Possible mistakes in a part besides its names, in file order."""
 
@@ -234,7 +234,7 @@ def check_capacities(c: Checker) -> None:
     for name in c.sources:
         needed = len(stored_from(c.scenario, name)) if name not in c.filled else 0
         if needed > tiers[name].capacity:
-            stored = f"{needed} keys are stored from it and do not fit: say capacity = {needed}, or more"
+            stored = f"{needed} keys are stored from it and do not fit: set capacity = {needed}, or more"
             c.wrong(("tier", name, "capacity"), stored)
 
 
@@ -301,7 +301,7 @@ def _check_deal(c: Checker, place: Place) -> None:
     if keys and len(keys) != blocks:
         per, rest = divmod(len(keys), containers)
         dealt = f"{containers} container{'s' if containers > 1 else ''} of per = {store.per}"
-        way_out = f"name {blocks} keys" if rest else f"say per = {per}, or name {blocks} keys"
+        way_out = f"name {blocks} keys" if rest else f"set per = {per}, or name {blocks} keys"
         c.wrong(path, f"{len(keys)} keys do not deal out to {dealt}: {way_out}")
     elif keys:
         for one in keys_of(store).values():
@@ -337,7 +337,7 @@ def _check_present(c: Checker, place: Place) -> None:
     if policy.do == "present" and (policy.tier or spec.to) in c.page_stores:
         for field in ("keys", "ms", "p"):
             if is_set(policy, field):
-                why = "a page store is asked by the filter that an engine has, which asks of all: leave it out"
+                why = "a page store is asked by the filter of an engine, which asks for all: leave it out"
                 c.wrong((*place.path, field), why)
 
 

@@ -286,7 +286,7 @@ def _table_errors(value: Any, wanted: types.StructType, path: str) -> Iterator[P
             yield Problem(_below(path, quoted(name)), f"there is no {name!r} {where}{nearest(name, fields)}")
     for name, field in fields.items():
         if field.required and name not in value and name not in meant:
-            yield Problem(path, f"{name!r} is missing: say {name} = ...")
+            yield Problem(path, f"{name!r} is missing: set {name} = ...")
 
 
 def _scalar_errors(value: Any, wanted: types.Type, path: str) -> Iterator[Problem]:

@@ -84,7 +84,7 @@ def shrink(
         play = played
     report = play(scenario, seed)
     if report.good:
-        raise NotBroken(f"{scenario.name!r} goes well with seed {seed}: there is nothing to shrink")
+        raise NotBroken(f"{scenario.name!r} passes with seed {seed}: there is nothing to shrink")
     shrinker = _Shrinker(play, seed, report, progress, monotonic() + budget)
     with contextlib.suppress(_Spent):
         shrinker.shrink(scenario)

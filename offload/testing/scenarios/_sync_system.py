@@ -177,9 +177,7 @@ class SyncWorld:
         if self._handing.has(threading.get_ident()):
             return self._handing.ask(call)
         if at_once is None:
-            raise RuntimeError(
-                "what is called within a hook (request_cancel, close_now, evict) must not wait for the world"
-            )
+            raise RuntimeError("calls within a hook (request_cancel, close_now, evict) must not wait for the world")
         return at_once()
 
 

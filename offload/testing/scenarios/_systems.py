@@ -240,7 +240,7 @@ def factory_of(system: str) -> Factory | None:
         return None
     module_name, colon, path = system.partition(":")
     if not (module_name and colon and path):
-        raise NoSuchSystem(f"{system!r} does not name a system: say module:factory, as in mycache:open_cache")
+        raise NoSuchSystem(f"{system!r} does not name a system: use module:factory, as in mycache:open_cache")
     try:
         _look_here()
         found: object = importlib.import_module(module_name)
@@ -259,7 +259,7 @@ def factory_of(system: str) -> Factory | None:
         found = getattr(found, name)
     if not callable(found):
         raise NoSuchSystem(
-            f"{system}: {path} is no factory, but {type(found).__name__}: it must be callable with a World"
+            f"{system}: {path} is {type(found).__name__}, not a factory: it must be callable with a World"
         )
     return found
 

@@ -311,7 +311,7 @@ def load_trace(text: str, name: str) -> NamedTrace:
     first, _, rest = text.partition("\n")
     if not first.startswith(TRACE_HEADER):
         raise NotATrace(
-            f"{name} is no saved trace: it does not begin with {TRACE_HEADER!r}; "
+            f"{name} is not a saved trace: it does not begin with {TRACE_HEADER!r}; "
             f"`offload scenario run FILE --save-trace {name}` writes one"
         )
     return NamedTrace(name, _lines(rest))

@@ -98,7 +98,7 @@ def spots_from(text: str) -> Spots:
         match = _SPOT.fullmatch(word.strip())
         if match is None or match[1] not in ACTIONS:
             raise NoSuchSpot(
-                f"{word.strip()!r} is no spot: say ACTION@HOOK:CONTAINER:VISIT, as in cancel@post_claim:a2:1, "
+                f"{word.strip()!r} is not a spot: write ACTION@HOOK:CONTAINER:VISIT, as in cancel@post_claim:a2:1, "
                 f"where an action is {', '.join(ACTIONS)}"
             )
         found.append(Spot(match[1], match[2], match[3], int(match[4])))

@@ -318,7 +318,7 @@ class TierModel:
         if "peer_death" in met:
             raise ConnectionResetError(f"the peer that holds {self.name} died")
         if "unproven" in met:
-            raise Unknown(f"nobody knows how a copy into {self.name} ended")
+            raise Unknown(f"it is unknown how a copy into {self.name} ended")
         if "fail" in met and not met["fail"].keys:
             raise OSError(f"a copy into {self.name} failed")
 

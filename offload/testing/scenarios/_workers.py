@@ -314,7 +314,7 @@ class WorkerPool:
         if said.startswith("Timeout"):
             self._lose(worker, "livelock", f"no end after {self._watchdog:g} real seconds: it was in {_where(said)}")
         elif not worker.ready:
-            raise RuntimeError(f"a worker process ended with {_code(code)} before it had begun")
+            raise RuntimeError(f"a worker process ended with {_code(code)} before it began")
         else:
             self._lose(worker, "crash", f"the process that played it ended with {_code(code)}")
 
@@ -354,7 +354,7 @@ def _where(traceback: str) -> str:
     """Return the innermost frame of the thread that plays."""
     _, _, frames = traceback.rpartition("(most recent call first):\n")
     found = re.search(r'File "(.*)", line (\d+) in (.*)', frames)
-    return f"{found[3]}, {found[1]}:{found[2]}" if found else "nobody knows where"
+    return f"{found[3]}, {found[1]}:{found[2]}" if found else "an unknown place"
 
 
 # --- a worker's side ----------------------------------------------------------------------------------------------
