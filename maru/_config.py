@@ -39,7 +39,7 @@ _PATH = r"[^\x00]*"
 _QUOTA = r"[^=]+=\s*[0-9]{1,18}\s*([KMGTkmgt]([iI]?[bB])?)?"
 
 HOW_TO_REACH: Final = (
-    "start a server (maru-server; for published clients: --host 127.0.0.1 or --zmq-socket), or say where it is (--server or "
+    "start a server (maru-server; for published clients: --host 127.0.0.1 or --zmq-socket), or set its address (--server or "
     "server_url, or MARU_CLIENT__SERVER_URL)"
 )
 """Advice for a client that finds no server."""

@@ -48,7 +48,7 @@ def check_keys(keys: Sequence[bytes], most: int = MAX_KEY_BYTES) -> None:
                 )
     if max(map(len, keys), default=0) > most:
         longest = max(map(len, keys))
-        raise ValueError(f"a key of {longest} bytes: keys have at most {most}; hash what is longer (offload.block_key)")
+        raise ValueError(f"a key of {longest} bytes: keys have at most {most}; hash longer keys (offload.block_key)")
 
 
 def distinct_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -122,7 +122,7 @@ class Evictions:
     def divert(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
         """Set the spiller. Return an idempotent function that removes it."""
         if self.spiller is not None:
-            raise ValueError(f"what this tier evicts goes to {self.spiller!r} already")
+            raise ValueError(f"evicted blocks of this tier already go to {self.spiller!r}")
         self.spiller = spiller
 
         def end() -> None:

@@ -363,7 +363,7 @@ class L2Plugin:
             try:
                 completions.append(Completion(channel, number, True, bits=bits_of(bitmap)))
             except (TypeError, AttributeError) as exc:
-                completions.append(Completion(channel, number, False, f"{bitmap!r} is no bitmap: {exc}"))
+                completions.append(Completion(channel, number, False, f"{bitmap!r} is not a bitmap: {exc}"))
         if failure is not None:
             raise failure
 

@@ -149,7 +149,7 @@ class Driver:
                 finally:
                     self.connections.give_back(call.connection)
             with contextlib.suppress(MaruError):
-                self.run(operation, None, NoAnswer("nobody has asked for the answer"))
+                self.run(operation, None, NoAnswer("the answer was never taken"))
 
     def _call(self, call: Call) -> Any:
         connections = self.connections

@@ -137,11 +137,11 @@ class _Replay:
             current = following
             if number != done.tail.number:
                 done.lost.append(
-                    f"{path_of(self._path, 'journal', done.tail.number)} is missing, and what follows is lost"
+                    f"{path_of(self._path, 'journal', done.tail.number)} is missing: all later records are lost"
                 )
             elif isinstance(current, str):
                 if current:
-                    done.lost.append(f"{current}: what it held, and what follows, is lost")
+                    done.lost.append(f"{current}: its contents and all later records are lost")
             elif number != self._before:
                 following = self._segment(number + 1) if number + 1 in numbers[at + 1 :] else ""
                 self._take(done, number, current, following)
@@ -209,7 +209,7 @@ class _Replay:
         limit = len(frames.records)
         if self._bad is not None and self._bad.at[0] == number:
             limit = self._bad.at[1]
-            done.lost.append(f"{path}: record {limit} cannot be applied ({self._bad}); it and what follows is lost")
+            done.lost.append(f"{path}: record {limit} cannot be applied ({self._bad}); it and all later ones are lost")
         applied = 0
         try:
             for record in frames.records[:limit]:
@@ -225,12 +225,12 @@ class _Replay:
         done.tail = Tail(number + 1, reached)
         if frames.verdict == "damaged":
             done.lost.append(
-                f"{path} is damaged at byte {reached}: {len(data) - reached} bytes and what follows is lost"
+                f"{path} is damaged at byte {reached}: {len(data) - reached} bytes and all later records are lost"
             )
         elif end is None:
             done.cut_bytes = len(data) - reached
         elif reached != end and not done.lost:
-            done.lost.append(f"{path} ends at byte {reached} and should at {end}: that, and what follows, is lost")
+            done.lost.append(f"{path} ends at byte {reached}, not at {end}: the rest and all later records are lost")
 
     def _header(self, kind: Kind, data: bytes, path: str, number: int) -> Header:
         header = unpack_header(kind, data, path, self._pool_id, number)

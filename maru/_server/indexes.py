@@ -135,7 +135,7 @@ class Indexes:
         try:
             is_news = self._indexes.publish()
         except MemoryError:  # an index that lacks a name would report that the key is missing
-            self._drop_all("no memory is left for what was stored")
+            self._drop_all("no memory is left for the stored keys")
             return
         if is_news and any(map(self._is_too_small, self._files)):
             self._due.set()

@@ -132,7 +132,7 @@ _WAY_OUT_OF_LOSS: Final = (
 )
 _CHECKS: tuple[tuple[str, Callable[[ServerConfig], Awaitable[str | None]], str], ...] = (
     ("start: pool", _check_pool, "correct pool_path or dax_path, or end the server that has it"),
-    ("start: journal", _check_journal, "another pool_path, or what it says"),
+    ("start: journal", _check_journal, "another pool_path, or the way out in the message"),
     ("start: keys", _check_keys, "correct curve_key_file and curve_clients_file"),
     ("start: sockets", _check_sockets, "another runtime_dir, or end the server that has it"),
     ("start: TCP", _check_tcp, "another port or host, or end the process that has it"),

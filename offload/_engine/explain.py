@@ -232,7 +232,7 @@ def _judge(facts: Facts, now: float) -> tuple[Cause, str]:
 
 def _withheld(facts: Facts, now: float) -> str:
     seen = [f"loaded {_one(event, now)}" for event in facts.mismatched[:1]]
-    return "; ".join(["withheld until it is stored anew: not what its key stands for", *seen])
+    return "; ".join(["withheld until it is stored again: it does not match its key", *seen])
 
 
 def _history(facts: Facts, now: float) -> list[tuple[Cause, str]]:

@@ -395,7 +395,7 @@ class ShadowCheck:
         """Count a mismatch, log it, and call the observers."""
         count(self.counts.mismatches, mismatch.found_by)
         _log.error(
-            "block %s from %s is not what its key stands for (%s): %s",
+            "block %s from %s does not match its key (%s): %s",
             mismatch.key.hex(),
             mismatch.tier,
             mismatch.found_by,

@@ -134,7 +134,7 @@ class DegradationWatch:
         for tier, cause in facts.broken.items():
             yield Degradation("broken_tier", tier, f"tier {tier} is left alone, and tried again now and then: {cause}")
         if facts.journal:
-            text = f"the page store answers nobody until its journal can be written ({facts.journal}): free space on its disk"
+            text = f"the page store sends no replies until its journal can be written ({facts.journal}): free space on its disk"
             yield Degradation("stuck_journal", "", text)
         for device, cause in facts.lost_devices.items():
             text = (

@@ -44,7 +44,7 @@ def assign_outcomes(flat: FlatBlocks, outcomes: Sequence[Outcome]) -> None:
                 case Rejected(reason):
                     failed[key] = DestinationFull(f"rejected: {reason}")
                 case _:
-                    failed[key] = TransferFailed(f"{outcome!r} is no outcome of a transfer")
+                    failed[key] = TransferFailed(f"{outcome!r} is not an outcome of a transfer")
         container.marked = False
         container.completed, container.failed = completed, failed
         start += size

@@ -464,7 +464,7 @@ class Slot:
         """
         stage = self.stage
         containers = flat.containers
-        reason = f"the executor cannot tell: {cause!r}" if cause else "no end of the copy within its time"
+        reason = f"the end of the copy is unknown: {cause!r}" if cause else "no end of the copy within its time"
 
         def release() -> None:
             give_back(stage.source.release, flat.held)

@@ -289,7 +289,7 @@ def _end(report: ReplayReport) -> None:
         SystemExit: a check failed, or blocks could not be stored.
     """
     if report.wrong:
-        click.echo(f"offload replay: {report.wrong} loaded blocks were not what had been stored", err=True)
+        click.echo(f"offload replay: {report.wrong} loaded blocks differ from the stored ones", err=True)
     for what, left in report.left_over.items():
         click.echo(f"offload replay: at rest, {what}: {left} blocks", err=True)
     for reason, blocks in report.failures.items():

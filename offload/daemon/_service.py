@@ -256,7 +256,7 @@ class Service:
             _log.warning("%s is disconnected: %s", session or "an engine", exc)
             self._hang_up(peer)
             if session is not None:
-                self.end(session, "a frame that is no message")
+                self.end(session, "a frame that is not a message")
             return
         try:
             if isinstance(request, Hello):

@@ -625,7 +625,7 @@ class EngineWorker(ThreadBoundary):
         seconds = self._close_timeout if timeout is None else self.seconds(timeout)
         self.leave()
         if not self._over.wait(seconds):
-            self._settle_all(DrainUnproven("the engine's thread has not ended: what it copies may still be read"))
+            self._settle_all(DrainUnproven("the engine's thread has not ended: its copies may still read blocks"))
             raise WaitTimeout(f"the engine's thread has not ended within {seconds:g} s")
         # Only now: while the thread runs it may signal, and the number of a closed descriptor may belong to another file.
         with self._poll_lock:

@@ -122,7 +122,7 @@ def _live(address: str, view: StatusView, interval: float) -> None:
             try:
                 view, trouble = fetch_view(address), ""
             except NoStatus as error:
-                trouble = f"{error}; what is shown is old"
+                trouble = f"{error}; the figures are old"
 
 
 def sheet(view: StatusView, height: int = 0) -> list[RenderableType]:

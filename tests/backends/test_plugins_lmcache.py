@@ -394,13 +394,13 @@ async def test_a_descriptor_is_one(fd, adapter):
             pass
 
 
-@pytest.mark.parametrize("result", [Bits([True]), Bits([True] * 9), 17], ids=["too few", "too many", "no bitmap"])
+@pytest.mark.parametrize("result", [Bits([True]), Bits([True] * 9), 17], ids=["too few", "too many", "not a bitmap"])
 async def test_a_bitmap_that_makes_no_sense_is_a_fault(result, adapter):
     adapter.automatic = False
     async with hosted(adapter) as tier:
 
         async def ask():
-            with pytest.raises(PluginFault, match=r"bits for 3 keys|is no bitmap"):
+            with pytest.raises(PluginFault, match=r"bits for 3 keys|is not a bitmap"):
                 await tier.contains(KEYS)
 
         async with trio.open_nursery() as nursery:

@@ -588,7 +588,7 @@ def test_a_wrong_block_fails_the_command(trace_file: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Buffer, "count_wrong", lambda self, keys: 1)
     done = invoke(trace_file)
     assert done.exit_code == 1
-    assert "were not what had been stored" in done.output
+    assert "differ from the stored ones" in done.output
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ async def test_explain_says_when_it_was_found_wrong_where_and_what_was_different
             await world.load(engine, keys)
         (told, *_) = (await engine.explain(keys)).blocks
         assert told.cause.value == "withheld"
-        assert told.text.startswith("withheld until it is stored anew: not what its key stands for; loaded from host")
+        assert told.text.startswith("withheld until it is stored again: it does not match its key; loaded from host")
         assert "16 of 16 planes are swapped" in told.text
         await world.store(engine, 1)
         assert {block.cause.value for block in (await engine.explain(keys)).blocks} == {"found"}
@@ -316,7 +316,7 @@ async def test_whoever_watches_is_told_and_one_that_raises_is_removed(
         await world.load(engine, keys)
     assert failing.calls == 1
     assert {seen.key for seen in world.seen.mismatches} == set(keys)
-    assert f"block {keys[0].hex()} from host is not what its key stands for" in caplog.text
+    assert f"block {keys[0].hex()} from host does not match its key" in caplog.text
 
 
 # --- what it costs and does not do ---------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def test_something_else_is_refused_by_name(tmp_path):
     with FlightRecorder(clock=lambda: 0.0) as recorder:
         recorder.save(tmp_path / "empty")
     told = run_offload("scenario", "from-incident", str(tmp_path / "empty"), code=2)
-    assert "nothing can be played again" in told
+    assert "nothing can be replayed" in told
 
 
 def test_each_kind_of_record_has_a_line():

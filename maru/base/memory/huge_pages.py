@@ -35,7 +35,7 @@ _IN_A_ROW: Final = 32
 
 Each may cost the kernel milliseconds.
 """
-_UNKNOWN: Final = "this kernel, or the file system, makes no huge pages when told to (MADV_COLLAPSE, Linux 6.1)"
+_UNKNOWN: Final = "this kernel, or the file system, makes no huge pages on request (MADV_COLLAPSE, Linux 6.1)"
 _FRAGMENTED: Final = "the kernel finds no free huge pages: its memory is fragmented"
 
 

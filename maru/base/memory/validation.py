@@ -56,7 +56,7 @@ def why_not_mappable(
     if status.st_mode & _OTHERS:
         return f"others may use it: it has mode {stat.S_IMODE(status.st_mode):04o}, which must be 0600"
     if status.st_nlink > 1:
-        return f"it has {status.st_nlink} hard links, so it may be a different file than its name says"
+        return f"it has {status.st_nlink} hard links, so its name may hide another file"
     if not status.st_nlink and not seals & fcntl.F_SEAL_SHRINK:
         return "it has no name, and is not sealed against shrinking"
     return ""
