@@ -251,9 +251,10 @@ class ShadowCheck:
         *,
         drawn: bool,
     ) -> tuple[dict[int, tuple[_FoundBy, str]], Exception | None]:
-        """Return the wrong blocks of a load, and an error of a copy without a proven end.
+        """Return the wrong blocks of a load, by position.
 
-        They are by position. Each has the reference that it was compared with, and the difference.
+        Each has the reference that it was compared with, and the difference. Second, the error of a copy without a proven
+        end, if there is one.
         """
         self.counts.checked_loads += 1
         wrong: dict[int, tuple[_FoundBy, str]] = {}

@@ -24,7 +24,6 @@ import trio
 from backends import Unproven
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, PacedTier
-from maru.base.flags import Flag
 from offload import NO_WAIT, BatchConfig, DrainUnproven, EngineConfig, LoadOrRecompute, PipelineConfig, from_thread
 from offload.abc import AsyncPolicy
 from offload.engines.vllm import _worker
@@ -620,10 +619,11 @@ def test_a_store_stays_in_the_list_until_its_unproven_end_is_known():
             vllm.worker.leave_cache()
 
 
-class Hanging(Flag):
+class Hanging:
     """The end of a load in an engine whose thread hangs, with a clock of its own that a wait advances."""
 
     now = 0.0
+    is_set = False
 
     def wait(self, seconds: float | None = None) -> bool:
         assert seconds is not None

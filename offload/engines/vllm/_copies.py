@@ -119,7 +119,10 @@ class _CopyThread:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread after the running job. Jobs that have not begun fail."""
+        """End the thread after the running job.
+
+        Jobs that have not begun fail.
+        """
         self._is_closed = True
         self._jobs.put(None)
 
