@@ -186,7 +186,7 @@ def source_of(path: Path, qualname: str) -> str:
     for name in qualname.split("."):
         found = [inner for inner in ast.iter_child_nodes(node) if getattr(inner, "name", None) == name]
         if not found:
-            raise SystemExit(f"{path.relative_to(ROOT)} has no {qualname}; adapt CANCELLED")
+            raise SystemExit(f"{path.relative_to(ROOT)} has no {qualname}; adapt WALKS")
         node = found[0]
     return ast.get_source_segment(path.read_text(), node) or ""
 
@@ -267,6 +267,154 @@ CANCELLED = [
 ]
 
 
+STORED = [
+    Step(
+        "offload/engines/vllm/_scheduler.py",
+        "SchedulerHalf.plan",
+        "store = self._table.store(record, computed, partial(scheduled.blocks_of, request_id))",
+        "vLLM's scheduler calls `build_connector_meta` for each step. Chunks that the step completes become a `StorePlan`, "
+        "which travels to the workers with vLLM's own message. A *chunk* is one block of ours: several blocks of vLLM, all "
+        "layers.",
+    ),
+    Step(
+        "offload/engines/vllm/_worker.py",
+        "WorkerHalf.store",
+        "computed = self._computed()",
+        "A worker, in `wait_for_save`: an event behind the work of this step on the device, the precondition of the store.",
+    ),
+    Step(
+        "offload/engines/vllm/_worker.py",
+        "WorkerHalf._store",
+        "future = self.engine.store(chunks, computed, tenant=self._tenant, cancel_token=token)",
+        "The keys are made of vLLM's hashes (`_naming.py`), the chunks of its block numbers (`_chunks.py`).",
+    ),
+    Step(
+        "offload/from_thread/_worker.py",
+        "EngineWorker._handle_message",
+        "handle = self.engine.store_nowait(message.blocks, precondition=message.precondition, tenant=message.tenant)",
+        "The engine's thread takes the store out of the mailbox. From here on the stages of [the design](design.md) carry it: "
+        "admission, awaiting the event, batching, transfer.",
+    ),
+    Step(
+        "backends/maru/_tier.py",
+        "MaruTier.reserve_nowait",
+        "return MaruReservation(self, keys[:n], batch)",
+        "A slot of the transfer takes room: pages of this process's own region, without a message if some are free.",
+    ),
+    Step(
+        "offload/_pipeline/slot.py",
+        "Slot._commit",
+        "dropped += batch.claim()",
+        "The last sweep and the claim: a cancel before this takes effect at once, one behind it waits for the copy.",
+    ),
+    Step(
+        "backends/maru/_reservation.py",
+        "MaruReservation._copy",
+        "failed = await copy.into(self.pages, tier.in_place)",
+        "The copy, in a copy thread (`backends/base/copying.py`), with a checksum of each page.",
+    ),
+    Step(
+        "offload/engines/vllm/_chunks.py",
+        "copy_chunks_out",
+        "copier_of(device).store(Pieces.of_all([tier.pieces(ids, pages) for tier, ids, pages in copies]), after)",
+        "**Here the bytes arrive in the page**: on a device by one batch of its copier, in host memory by `DeviceTier.copy_out`.",
+    ),
+    Step(
+        "backends/maru/_reservation.py",
+        "MaruReservation._register",
+        "answers = await tier.handler.store_pages(",
+        "One STORE message for the whole batch (`maru/_client/columns.py`, `maru/_client/operations/storing.py`).",
+    ),
+    Step(
+        "maru/_server/service_own.py",
+        "store",
+        "answer = directory.register(session_id, columns_of(message), now, source=(header.code, payload), later=True)",
+        "The server, another process. Its directory (`maru/_directory`) decides: registered, or there already.",
+    ),
+    Step(
+        "maru/_server/committer.py",
+        "Committer.commit",
+        "self._publish()",
+        "The journal has the record; now the shared index shows the key, and then the answer leaves. **From here on every "
+        "process of this machine finds the block.**",
+    ),
+]
+
+LOADED = [
+    Step(
+        "offload/engines/vllm/_scheduler.py",
+        "SchedulerHalf.matched",
+        "matched = self._begin(record, matched, is_asked=True)",
+        "vLLM's scheduler asks by `get_num_new_matched_tokens` how much of a new request is there. A lookup begins, of the keys "
+        "of all ranks.",
+    ),
+    Step(
+        "backends/maru/_tier.py",
+        "MaruTier.pin_from_thread",
+        "held = None if self.damaged else self.handler.hold_pages_here(self.naming.names(keys))",
+        "The lookup is made in vLLM's own thread (`offload/_engine/direct.py`) as long as the index can answer.",
+    ),
+    Step(
+        "maru/_client/operations/indexed.py",
+        "hold_nowait",
+        "held = board.hold(names, found, reader)",
+        "The index is read in shared memory, and a note on a board holds the pages: no message.",
+    ),
+    Step(
+        "offload/engines/vllm/_worker.py",
+        "WorkerHalf._begin_load",
+        "load.future = self.engine.begin_lookup(keys, tenant=self._tenant, timeout=self._lookup_timeout)",
+        "The plan reaches the worker in `start_load_kv`, which looks up again and holds the chunks itself "
+        "([why](decisions/vllm.md)).",
+    ),
+    Step(
+        "offload/engines/vllm/_worker.py",
+        "WorkerHalf._pinned",
+        "loading = self.engine.begin_load(hit, destination, precondition=computed, timeout=self._load_timeout)",
+        "The load waits until earlier work of the device on these blocks is done. It is made in the engine's thread: a "
+        "destination of chunks has no addresses to be written directly.",
+    ),
+    Step(
+        "offload/_engine/loading.py",
+        "Loading._load",
+        "answers = list(await tier.load(lease, destination))",
+        "Segment after segment of the hit, each from its tier, through the tier's breaker.",
+    ),
+    Step(
+        "backends/maru/_tier.py",
+        "MaruTier._load",
+        "sums = await load_pages(lease.pages, destination, there, summed, self.in_place)",
+        "The pages are read where they lie, in a copy thread, and summed; a page whose sum is wrong is a miss.",
+    ),
+    Step(
+        "offload/engines/vllm/_chunks.py",
+        "copy_chunks_in",
+        "copier_of(device).load(Pieces.of_all([tier.pieces(ids, pages) for tier, ids, pages in copies]), after)",
+        "**Here the bytes arrive in vLLM's blocks.**",
+    ),
+    Step(
+        "offload/engines/vllm/_worker.py",
+        "WorkerHalf._arrive",
+        "self._arrived.put((load.plan.request_id, loaded))",
+        "The next `get_transfer_results` reports the request, and vLLM schedules it; chunks that are missing are computed.",
+    ),
+]
+
+WALKS = [
+    (
+        "Where a cancelled container gives its page back",
+        "From the README to that line",
+        CANCELLED,
+    ),
+    (
+        "From a vLLM step into a page",
+        "The connector of [vLLM](how-to/vllm.md), with the page store as its tier,",
+        STORED,
+    ),
+    ("From the page back into vLLM", "The load of a later request with the same prefix,", LOADED),
+]
+
+
 def render_opening() -> list[str]:
     """What the page is."""
     return [
@@ -287,7 +435,7 @@ def render(paths: dict[str, Recording]) -> str:
     for name, path in paths.items():
         lines += ["", *render_path(name, path.always, shown)]
         shown |= path.always.keys()
-    lines += ["", *render_cancelled()]
+    lines += ["", *render_walks()]
     return "\n".join(lines) + "\n"
 
 
@@ -311,19 +459,18 @@ def render_path(name: str, calls: Calls, shown: set[CodeType]) -> Iterator[str]:
             yield f"  - and {rest}"
 
 
-def render_cancelled() -> Iterator[str]:
-    """From the README to the line where a cancelled container gives its page back."""
-    yield from ("## Where a cancelled container gives its page back", "")
-    yield f"From the README to that line in {len({step.file for step in CANCELLED})} files:"
-    yield ""
-    for number, step in enumerate(CANCELLED, 1):
-        text = (ROOT / step.file).read_text() if not step.function else source_of(ROOT / step.file, step.function)
-        if text.count(step.line) != 1:
-            raise SystemExit(
-                f"{step.file}: {step.line!r} does not stand once in {step.function or 'it'}; adapt CANCELLED"
-            )
-        where = f"`{step.file}`, `{step.function}`" if step.function else f"`{step.file}`"
-        yield from (f"{number}. {where}: `{step.line}`", "", f"   {step.text}", "")
+def render_walks() -> Iterator[str]:
+    """The ways that are followed line by line."""
+    for title, text, steps in WALKS:
+        yield from (f"## {title}", "", f"{text} in {len({step.file for step in steps})} files:", "")
+        for number, step in enumerate(steps, 1):
+            source = (ROOT / step.file).read_text() if not step.function else source_of(ROOT / step.file, step.function)
+            if source.count(step.line) != 1:
+                raise SystemExit(
+                    f"{step.file}: {step.line!r} does not stand once in {step.function or 'it'}; adapt WALKS"
+                )
+            where = f"`{step.file}`, `{step.function}`" if step.function else f"`{step.file}`"
+            yield from (f"{number}. {where}: `{step.line}`", "", f"   {step.text}", "")
 
 
 def count(calls: Collection[CodeType]) -> str:
@@ -341,7 +488,7 @@ def differences(page: str, paths: dict[str, Recording]) -> list[str]:
 
     What is called in some runs only (the order of tasks, how busy the machine is) may be on it or not.
     """
-    opening, ending = "\n".join(render_opening()) + "\n", "\n".join(render_cancelled()) + "\n"
+    opening, ending = "\n".join(render_opening()) + "\n", "\n".join(render_walks()) + "\n"
     found = [] if page.startswith(opening) and page.endswith(ending) else ["its first or its last part"]
     every = [code for path in paths.values() for code in path.always]
     always = [code for code in every if WAITS not in Path(code.co_filename).parents]
