@@ -492,7 +492,7 @@ class Tier(TransferExecutor):
 
         The destination may be written to from the call on. One outcome per key of the lease: ``LOADED``,
         :class:`Missed` or :class:`Failed`. A damaged block is missed, counted, and no longer found. Cancelled, it
-        returns only when the copy is over: however it ends, the caller may use the destination again.
+        raises ``Cancelled`` once the copy is over: however it ends, the caller may use the destination again.
         """
 
     @abstractmethod

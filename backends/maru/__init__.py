@@ -2,9 +2,10 @@
 
 Its blocks lie in pages of shared memory that every process of this machine can read in place. A block takes one hop:
 from its source straight into a page of this process's own region, and one STORE message registers the whole batch.
-Reading it back, here or in another process, takes one FIND and a copy; the bytes are never sent.
+Reading it back, here or in another process, takes a copy, and no message while the server's index is mapped and its
+lease lasts; else one FIND. The bytes are never sent.
 
-One page holds one block. Only the server knows where each block lies, so this tier asks it questions that other tiers
+One page holds one block. The index may not be able to answer, so this tier asks the server questions that other tiers
 answer at once: there is no ``contains_nowait``, and a ``reserve_nowait`` that would have to ask raises
 :class:`trio.WouldBlock`.
 """

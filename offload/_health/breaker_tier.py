@@ -98,7 +98,7 @@ class BreakerTier(ForwardingTier):
         self._counted, self._is_mute = _NOTHING, False
 
     def __repr__(self) -> str:
-        return f"<{self.name}, {self.health.state.value}: {self.inner!r}>"
+        return f"<{self.name}, breaker {self.health.state.value}: {self.inner!r}>"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "inner":  # `copy.copy` looks these up before `__init__` has run

@@ -634,7 +634,7 @@ async def test_it_is_what_its_tier_is() -> None:
     assert local.get(KEYS[0]) == payload_of(KEYS[0], 64)
     assert local.weak(KEYS).source is local.inner
     assert local.statistics() == local.inner.statistics()
-    assert repr(local).startswith("<local, closed: <FakeTier")
+    assert repr(local).startswith("<local, breaker closed: <FakeTier")
     with pytest.raises(AttributeError):
         local.nothing_of_the_kind  # noqa: B018
 

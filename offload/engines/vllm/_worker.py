@@ -253,9 +253,9 @@ class WorkerHalf:
                 self._arrive(load, 0)
 
     def _pinned(self, load: _Load, computed: PreconditionLike, future: from_thread.LookupFuture) -> None:
-        """Begin a load when its lookup has ended, in the engine's thread.
+        """Begin a load when its lookup has ended.
 
-        The chunks are pinned, or not there any more.
+        The chunks are pinned, or not there any more. In the engine's thread, or in the caller's if it was over at once.
         """
         try:
             hit = future.result(0)
@@ -273,7 +273,10 @@ class WorkerHalf:
         loading.add_done_callback(partial(self._loaded, load))
 
     def _loaded(self, load: _Load, future: from_thread.LoadFuture) -> None:
-        """Record the end of a load, in the engine's thread."""
+        """Record the end of a load.
+
+        In the engine's thread, or in the caller's if it was over at once.
+        """
         loaded, error, why = 0, None, ""
         try:
             result = future.result(0)
