@@ -18,4 +18,4 @@ def test_a_page_is_given_back_within_six_files_of_the_readme() -> None:
     assert len({step.file for step in CANCELLED}) <= 6
     assert CANCELLED[0].file == "README.md"
     page = PAGE.read_text()
-    assert page.endswith("\n".join(path_of_a_block.render_cancelled()) + "\n")
+    assert page.endswith("\n".join(path_of_a_block.render_walks()) + "\n")

@@ -317,7 +317,7 @@ STORED = [
         "offload/engines/vllm/_chunks.py",
         "copy_chunks_out",
         "copier_of(device).store(Pieces.of_all([tier.pieces(ids, pages) for tier, ids, pages in copies]), after)",
-        "**Here the bytes arrive in the page**: on a device by one batch of its copier, in host memory by `DeviceTier.copy_out`.",
+        "**Here the bytes arrive in the page**: on a device by one batch of its copier, else by `DeviceTier.copy_out`.",
     ),
     Step(
         "backends/maru/_reservation.py",
@@ -345,8 +345,8 @@ LOADED = [
         "offload/engines/vllm/_scheduler.py",
         "SchedulerHalf.matched",
         "matched = self._begin(record, matched, is_asked=True)",
-        "vLLM's scheduler asks by `get_num_new_matched_tokens` how much of a new request is there. A lookup begins, of the keys "
-        "of all ranks.",
+        "vLLM's scheduler asks by `get_num_new_matched_tokens` how much of a new request is there. A lookup begins, of the "
+        "keys of all ranks.",
     ),
     Step(
         "backends/maru/_tier.py",
