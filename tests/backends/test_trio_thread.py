@@ -1,7 +1,9 @@
 """A context manager in a trio thread of its own."""
 
 import contextlib
+import signal
 import threading
+import time
 
 import pytest
 import trio
@@ -36,6 +38,53 @@ def test_it_is_entered_once_used_and_left():
     home.close()
     home.close()
     assert log == ["in", "out"]
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_an_interrupted_call_has_ended_when_it_raises(presses):
+    """As a load must have, whose memory is the caller's again."""
+    home, over, began = thread(lambda: nothing([])), threading.Event(), threading.Event()
+    home.start()
+
+    async def copy():
+        began.set()
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(0.1)  # a copy comes to its end
+            over.set()
+
+    def press():
+        began.wait()
+        for _ in range(presses):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.01)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        home.wait(copy)
+    assert over.is_set() and not hasattr(raised.value, "__notes__")
+    pressing.join()
+    home.close()
+
+
+def test_a_call_that_does_not_end_is_said_to_go_on(monkeypatch):
+    monkeypatch.setattr("backends.base.trio_thread._LONGEST_END", 0.05)
+    home, go_on = thread(lambda: nothing([])), threading.Event()
+    home.start()
+
+    async def copy():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(go_on.wait)
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        home.wait(copy)
+    assert "may still be written to" in raised.value.__notes__[0]
+    go_on.set()
+    home.close()
 
 
 def test_what_entering_raises_is_raised_by_start():

@@ -26,6 +26,7 @@ import trio
 import offload
 from backends.abc import Deletion, Key, Unproven
 from backends.base.slots import PagesDestination
+from backends.memory import MemoryTier
 from backends.testing import FakeTier, payload_of
 from offload import NO_WAIT, PipelineConfig, PipelineFull, Status, block_key, from_thread
 from offload.from_thread import _future, _worker
@@ -563,6 +564,56 @@ def test_a_load_out_of_time_has_come_to_its_end() -> None:
         before = [bytes(buffer) for buffer in buffers]
         at_rest(engine, host, disk)
         assert [bytes(buffer) for buffer in buffers] == before
+
+
+def test_a_signal_while_a_load_out_of_time_ends_is_raised_at_its_end() -> None:
+    host, disk, keys = slow_to_load(8)
+    main = threading.main_thread().ident
+    assert main is not None
+    with from_thread.open_engine(host, [disk]) as engine, ThreadPoolExecutor(1) as pool:
+        engine.store(host.weak(keys), precondition=NO_WAIT).result()
+        with engine.lookup(keys) as hit:
+            gate = disk.gate = trio.Event()
+
+            def interrupt() -> None:
+                given_up(engine)
+                signal.pthread_kill(main, signal.SIGINT)
+                engine._worker.mailbox.call(gate.set)
+
+            interrupted = pool.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.load(hit, places(8)[1], timeout=0.01)
+            assert gate.is_set()
+            interrupted.result()
+        at_rest(engine, host, disk)
+
+
+def test_a_close_that_was_interrupted_is_closed_again() -> None:
+    main, copying, gate = threading.main_thread().ident, threading.Event(), threading.Event()
+    assert main is not None
+
+    class Slow(FakeTier):
+        def views(self, refs: Any) -> None:
+            return None
+
+        def copy_out(self, refs: Any, pages: Any) -> None:
+            copying.set()
+            gate.wait()
+            super().copy_out(refs, pages)
+
+    host, keys = Slow(8), [b"key %d" % at for at in range(4)]
+    host.fill(keys)
+    engine = from_thread.open_engine(host, [MemoryTier(8 * 64, 64)]).start()
+    future = engine.store(host.weak(keys), NO_WAIT)
+    assert copying.wait(SOON)
+    pressing = threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT])
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.close(SOON)
+    pressing.join()
+    threading.Timer(0.05, gate.set).start()
+    engine.close(SOON)  # which waits for the copy
+    assert gate.is_set() and future.done()
 
 
 def test_a_load_without_an_end_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

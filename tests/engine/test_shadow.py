@@ -395,6 +395,21 @@ async def test_a_comparison_without_a_proven_end_is_no_load(how: str) -> None:
                 await engine.load(hit, destination)
 
 
+async def test_wrong_blocks_beside_a_copy_without_a_proven_end_are_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unproven(*args: object) -> Sequence[array[float] | None]:
+        raise Unproven("the device does not answer")
+
+    world = World(every=1, recompute=unproven)
+    async with world.open() as engine:
+        P.a_stale_page_is_served(monkeypatch)
+        keys = await world.store(engine, 1)
+        with pytest.raises(Unproven):
+            await world.load(engine, keys)
+        assert engine.statistics().shadow.mismatches == {"stored": 4}
+        async with await engine.lookup(keys) as hit:
+            assert not hit.keys
+
+
 async def test_a_destination_without_planes_is_compared_by_its_bytes() -> None:
     world = World(every=1)
     async with world.open() as engine:

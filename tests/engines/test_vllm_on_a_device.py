@@ -553,6 +553,24 @@ def test_the_end_of_a_worker_is_bounded_by_no_device(monkeypatch: pytest.MonkeyP
         assert one.copies._stores.join(10) and one.copies._loads.join(10)
 
 
+def test_jobs_behind_the_end_are_reported_or_refused() -> None:
+    with worker() as one:
+        gate = threading.Event()
+        one.there.fake.kernel(one.there.compute, lambda: None, gate)
+        one.copies.store(7, [3, 4], [2, 0], [0, 0], [2])  # behind that pass
+        one.copies.store(8, [3, 4], [2, 0], [0, 0], [3])
+        opening = threading.Timer(0.05, one.there.fake.open_gate, [gate])
+        opening.start()
+        one.copies.close()
+        opening.join()
+        one.copies.wait([7, 8])
+        assert [type(copied.error) for copied in one.copies.finished(idle=False)][-1] is RuntimeError
+        with pytest.raises(RuntimeError, match="have ended"):
+            one.copies.store(9, [3, 4], [2, 0], [0, 0], [2])
+        one.copies.fail_store(9, [2])
+        assert [copied.job_id for copied in one.copies.finished(idle=False)] == [9]
+
+
 def test_a_job_that_raises_anywhere_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with worker() as one:
         monkeypatch.setattr(one.copies, "_copy_all", None)

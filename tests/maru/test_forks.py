@@ -359,6 +359,28 @@ def test_a_child_forked_while_a_context_is_made_calls_no_driver() -> None:
     """)
 
 
+def test_a_forked_child_pins_nothing_that_its_parent_was_to_pin() -> None:
+    run("""
+        import os
+        from maru.base.memory import pinning
+        from maru.base.memory.memory import Memory
+        from maru.base.memory.mapping import Mapping
+        from maru.fake_cuda import FakeCuda, use
+
+        fd = os.memfd_create("region")
+        os.truncate(fd, 2 << 20)
+        region = Mapping(Memory(fd, 0, 2 << 20, write=True))
+        pinning.when_used(region.pin_soon)
+        def check():
+            fake = FakeCuda()
+            with use(fake):
+                pinning.use_device()
+                pinning.background.wait_prepared()
+            assert not fake.registered and not region.pinned
+        in_child(check)
+    """)
+
+
 def test_a_forked_child_calls_no_driver() -> None:
     run(f"""
         {textwrap.indent(CUDA, " " * 8).strip()}
@@ -374,7 +396,7 @@ def test_a_forked_child_calls_no_driver() -> None:
         one = [numpy.array([value], numpy.uint64) for value in (driver.allocate(1 << 16), memory.address, 4096)]
         copier_of(0).store(Pieces(*one))
         older = Mapping(Memory.private(1 << 16))
-        pinning._later.add(pinning.weakref.WeakMethod(older.pin_soon))
+        pinning._later[older] = Mapping.pin_soon
         calls = len(fake.calls)
         def check():
             Bounce().portion(2, 4096)

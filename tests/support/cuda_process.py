@@ -23,7 +23,7 @@ def process_with_cuda(fake: FakeCuda | None = None, *, uses: bool = True) -> Ite
     fake = FakeCuda() if fake is None else fake
     before, pinning._process = pinning._process, pinning._Process(is_expected=uses, version=object())  # type: ignore[misc]
     tables = pinning._pins, pinning._spans, pinning._later
-    pinning._pins, pinning._spans, pinning._later = weakref.WeakSet(), {}, set()  # type: ignore[misc]
+    pinning._pins, pinning._spans, pinning._later = weakref.WeakSet(), {}, weakref.WeakKeyDictionary()  # type: ignore[misc]
     try:
         with use(fake):
             yield fake

@@ -65,8 +65,8 @@ _UNREGISTERED: Final = frozenset({0, 3, 4, 713})
 
 No driver, or not in this process; it has ended; the memory is not registered.
 """
-_later: Final[set[weakref.WeakMethod[Callable[[], None]]]] = set()
-"""Methods that pin memory once a device is used."""
+_later: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
+"""Owners of memory that is pinned once a device is used, each with the function that pins it."""
 
 
 @attrs.define
@@ -118,7 +118,8 @@ def when_used(pin: Callable[[], None]) -> None:
     if uses_cuda():
         pin()
     else:
-        _later.add(weakref.WeakMethod(pin, _later.discard))
+        method: Any = pin
+        _later[method.__self__] = method.__func__
 
 
 def use_device() -> None:
@@ -128,13 +129,14 @@ def use_device() -> None:
     """
     while _later:
         with contextlib.suppress(KeyError, OSError):  # another thread has it; no thread: copies pass through a buffer
-            background.in_background(partial(_pin, _later.pop()))
+            owner, pin = _later.popitem()
+            background.in_background(partial(_pin, weakref.ref(owner), pin))
 
 
-def _pin(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
-    pin = method()
-    if pin is not None:
-        pin()
+def _pin(owner: weakref.ref[Any], pin: Callable[[Any], None]) -> bool:
+    alive = owner()
+    if alive is not None:
+        pin(alive)
     return False
 
 
