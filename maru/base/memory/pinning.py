@@ -60,10 +60,10 @@ Changed and copied by single operations, so that no lock is needed.
 """
 
 
-_UNREGISTERED: Final = frozenset({0, 3, 4, 713})
+_UNREGISTERED: Final = frozenset({0, 3, 4, 201, 713})
 """Codes of a refused call after which nothing is registered.
 
-No driver, or not in this process; it has ended; the memory is not registered.
+No driver, or not in this process; it, or its context, has ended; the memory is not registered.
 """
 _later: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 """Owners of memory that is pinned once a device is used, each with the function that pins it."""
