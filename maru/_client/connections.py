@@ -210,8 +210,9 @@ class ConnectionPool:
         self._gave_up = gave_up
         self._free: deque[Connection] = deque()
         self._all: list[Connection] = []
-        self._given_back = threading.Condition(threading.Lock())
-        self._sleepers = 0
+        self._making = threading.Lock()
+        # A lock for each thread that waits, which it acquires in C: a signal that ends it there leaves none held.
+        self._sleepers: deque[threading.Lock] = deque()
         self.is_closed = False
         self._why_closed = "the handler was closed"
 
@@ -242,9 +243,7 @@ class ConnectionPool:
     def give_back(self, connection: Connection) -> None:
         """Give back a connection that is not used any more."""
         self._free.append(connection)
-        if self._sleepers:
-            with self._given_back:
-                self._given_back.notify_all()
+        self._wake()
         if self.is_closed:
             self._close_free()
 
@@ -270,23 +269,22 @@ class ConnectionPool:
         """
         self.is_closed = True
         self._close_free()
-        with self._given_back:
-            self._given_back.notify_all()
+        self._wake()
 
     def after_fork(self, why: str) -> None:
         """Refuse all connections in a forked child.
 
         None is closed: its socket is the parent's.
         """
-        self._given_back = threading.Condition(threading.Lock())
+        self._making = threading.Lock()
+        self._sleepers.clear()
         self._free.clear()
         self._why_closed = why
         self.is_closed = True
 
     def statistics(self) -> CallStatistics:
         """Return an immutable snapshot."""
-        with self._given_back:
-            connections = list(self._all)
+        connections = list(self._all)
         each = [connection.correlation.statistics() for connection in connections]
         return CallStatistics(
             sockets=0 if self.is_closed else len(connections),
@@ -297,29 +295,50 @@ class ConnectionPool:
         )
 
     def _take(self, deadline: float, that: Connection | None) -> Connection:
-        with self._given_back:
-            self._sleepers += 1
-            try:
-                while True:
-                    if self.is_closed:
-                        raise HandlerClosed(self._why_closed)
-                    with contextlib.suppress(IndexError, ValueError):
-                        if that is None:
-                            return self._free.pop()
-                        self._free.remove(that)
-                        return that
-                    if that is None and len(self._all) < self._window:
-                        connection = Connection(
-                            self._connect(), self._window, self._lock, self._late, self._gave_up, lambda: self.is_closed
-                        )
-                        self._all.append(connection)
-                        return connection
-                    left = deadline - monotonic()
-                    if left <= 0:
-                        raise NoAnswer(f"{len(self._all)} calls are already waiting")
-                    self._given_back.wait(left)
-            finally:
-                self._sleepers -= 1
+        while (connection := self._take_nowait(that)) is None:
+            left = deadline - monotonic()
+            if left <= 0:
+                raise NoAnswer(f"{len(self._all)} calls are already waiting")
+            self._sleep(left, that)
+        return connection
+
+    def _take_nowait(self, that: Connection | None) -> Connection | None:
+        """Take a connection, or that one, if it is unused."""
+        if self.is_closed:
+            raise HandlerClosed(self._why_closed)
+        with contextlib.suppress(IndexError, ValueError):
+            if that is None:
+                return self._free.pop()
+            self._free.remove(that)
+            return that
+        if that is not None:
+            return None
+        with self._making:
+            if len(self._all) >= self._window:
+                return None
+            connection = Connection(
+                self._connect(), self._window, self._lock, self._late, self._gave_up, lambda: self.is_closed
+            )
+            self._all.append(connection)
+        return connection
+
+    def _sleep(self, seconds: float, that: Connection | None) -> None:
+        """Wait until a connection is given back. It may return sooner."""
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        self._sleepers.append(sleeper)
+        try:
+            is_there = self._free if that is None else that in self._free
+            if not is_there and not self.is_closed:  # given back before this was a sleeper
+                sleeper.acquire(timeout=seconds)
+        finally:
+            with contextlib.suppress(ValueError):
+                self._sleepers.remove(sleeper)
+
+    def _wake(self) -> None:
+        for sleeper in [*self._sleepers]:
+            with contextlib.suppress(RuntimeError):  # another thread has woken it
+                sleeper.release()
 
     def _close_free(self) -> None:
         while True:

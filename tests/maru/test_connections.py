@@ -1,5 +1,7 @@
 """The blocking sockets of a handler: who has which, and what arrives on them."""
 
+import itertools
+import sys
 import threading
 import time
 from collections import deque
@@ -232,6 +234,41 @@ def test_a_certain_line_is_waited_for():
     connections.give_back(one)
     thread.join(SOON)
     assert connections.take(later()) is other
+
+
+class Pressed(BaseException):
+    """Raised by the handler of a signal, as KeyboardInterrupt is."""
+
+
+def signal_raised(nth):
+    """Raise in the nth function that begins while a connection is waited for. Return whether there were as many."""
+    connections, calls = connections_over([]), 0
+    used = [connections.take(later()) for _ in range(2)]
+
+    def trace(frame, event, arg):
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise Pressed
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        connections.take(time.monotonic() + 0.01)
+    except (Pressed, NoAnswer):
+        sys.settrace(before)
+    got = []
+    thread = threading.Thread(target=lambda: got.append(connections.take(later())), daemon=True)
+    thread.start()
+    connections.give_back(used[0])
+    thread.join(SOON)
+    assert got == [used[0]]
+    connections.close()
+    return calls >= nth
+
+
+def test_a_signal_anywhere_in_the_wait_for_a_connection_leaves_no_lock_held():
+    assert len(list(itertools.takewhile(signal_raised, range(1, 50)))) > 3
 
 
 def test_closing_closes_each_line_once_and_those_in_use_when_they_come_back():

@@ -507,7 +507,7 @@ def test_what_a_handler_has_begun_is_not_waited_for_in_a_forked_child(tmp_path: 
                 assert handler.statistics().calls.waiting == 2
                 handler.close()
             # As other threads may have them.
-            with handler._lock, handler._driver.lock, handler._driver.connections._given_back:
+            with handler._lock, handler._driver.lock, handler._driver.connections._making:
                 in_child(check)
             assert found.result() and stored.result()
             assert handler.exists("k")
