@@ -66,7 +66,10 @@ _UNREGISTERED: Final = frozenset({0, 3, 4, 201, 713})
 No driver, or not in this process; it, or its context, has ended; the memory is not registered.
 """
 _later: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
-"""Owners of memory that is pinned once a device is used, each with the function that pins it."""
+"""Owners of memory that is pinned once a device is used.
+
+Each has the function that pins it.
+"""
 
 
 @attrs.define
