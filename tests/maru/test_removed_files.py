@@ -72,7 +72,9 @@ async def test_page_store_makes_its_files_again(tmp_path, caplog, whole):
             assert await after.batch_put(["b"], [b"b" * PAGE]) == [Stored.NEW]
             into = bytearray(PAGE)
             assert await after.batch_get_into(["b"], [into]) == [Loaded.LOADED] and into == b"b" * PAGE
-    assert caplog.text.count("made again") <= 2  # ZeroMQ's socket takes two looks
+    assert (
+        caplog.text.count("made again") <= 3
+    )  # a look may come in the middle of the removal; ZeroMQ's socket takes two
     assert caplog.text.count("files of 1 regions were removed") == 1
     async with open_server(config(pool)) as server, client(pool) as again:
         assert server._pool.pool_id == pool_id
