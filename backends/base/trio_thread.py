@@ -44,7 +44,6 @@ class TrioThread(Generic[M]):
         self._make, self._name = make, name
         self._timeout, self._close_timeout = timeout, close_timeout
         self._thread: threading.Thread | None = None
-        self._over = Flag()
         self._leave: trio.Event
         self._entered: M
         self._error: BaseException | None = None
@@ -84,9 +83,10 @@ class TrioThread(Generic[M]):
 
         Interrupted by a signal, it cancels the call, and waits for its end, bounded.
         """
-        scope, over, value = trio.CancelScope(), Flag(), list[T]()
+        scope, begun, over, value = trio.CancelScope(), Flag(), Flag(), list[T]()
 
         async def bounded() -> None:
+            begun.set()
             try:
                 with scope, trio.fail_after(self._timeout):
                     value.append(await function(*args))
@@ -95,10 +95,9 @@ class TrioThread(Generic[M]):
 
         try:
             trio.from_thread.run(bounded, trio_token=self.token)
-        except trio.RunFinishedError:
-            raise
         except BaseException as error:
-            if not self._has_ended(scope, over):
+            # An error of a call that has not begun is a refusal: the thread has ended, or this one may not wait.
+            if (begun.is_set or not isinstance(error, Exception)) and not self._has_ended(scope, over):
                 error.add_note("a call was cancelled and has not ended: memory that it writes may still be written to")
             raise
         return value[0]
@@ -108,7 +107,8 @@ class TrioThread(Generic[M]):
         while not over.is_set and monotonic() < deadline:
             with suppress(KeyboardInterrupt, SystemExit):  # the first one is raised at the end
                 if self.token is not None:
-                    self.token.run_sync_soon(scope.cancel, idempotent=True)
+                    with suppress(trio.RunFinishedError):
+                        self.token.run_sync_soon(scope.cancel, idempotent=True)
                 over.wait(deadline - monotonic())
         return over.is_set
 

@@ -70,6 +70,25 @@ def test_an_interrupted_call_has_ended_when_it_raises(presses):
     home.close()
 
 
+def test_a_refused_call_is_not_waited_for():
+    home = thread(lambda: nothing([]))
+    home.start()
+
+    async def call():
+        raise AssertionError("it has begun")
+
+    async def in_trio():
+        home.wait(call)
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="blocking function"):
+        trio.run(in_trio)
+    home.close()
+    with pytest.raises(RuntimeError, match="trio_token"):
+        home.wait(call)
+    assert time.monotonic() - began < 5.0  # of the 10 that the end of an interrupted call may take
+
+
 def test_a_call_that_does_not_end_is_said_to_go_on(monkeypatch):
     monkeypatch.setattr("backends.base.trio_thread._LONGEST_END", 0.05)
     home, go_on = thread(lambda: nothing([])), threading.Event()
