@@ -49,7 +49,7 @@ SGLANG_NEEDS = (
 
 @nox.session(python=["3.11", "3.12", "3.13", "3.14"])
 def tests(session: nox.Session) -> None:
-    """Run the suite of ``make test`` in each interpreter that is found, a session each."""
+    """Run the suite of ``make test`` in each interpreter that is found."""
     session.install("-e", ".[dev,torch]")
     session.run("python", "-m", "pytest", "-n", "3", "--dist", "worksteal", "-m", "not long", *session.posargs)
 

@@ -1,7 +1,7 @@
 """A flag for threads that take signals.
 
 The handler of a signal may raise at the start of any function of Python. Then :class:`threading.Event` stays locked, so that
-whoever sets it waits for ever, and ``Thread.join`` of Python 3.11 takes a running thread for one that has ended.
+the thread that sets it waits for ever, and ``Thread.join`` of Python 3.11 treats a running thread as ended.
 """
 
 from __future__ import annotations

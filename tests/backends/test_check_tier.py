@@ -307,7 +307,7 @@ class ScratchesBehindTheSource(MemoryTier):
 
 
 class OverwritesAtTheEndOfACopy(MemoryTier):
-    """It registers its blocks whatever was registered while it copied them."""
+    """A tier whose second copy of a key overwrites the first."""
 
     async def write(self, source, refs, keys, slots):
         failures = await super().write(source, refs, keys, slots)

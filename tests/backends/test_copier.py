@@ -351,7 +351,10 @@ def test_however_many_signals_come_a_copy_ends_before_they_are_raised(press, way
 
 
 def second_signal_raised(nth):
-    """Interrupt a copy that waits, and then once more where the nth function begins. Return whether there were as many."""
+    """Interrupt a waiting copy twice, the second time where the nth function begins.
+
+    Returns whether so many functions began.
+    """
     with device() as there:
         block, calls = there.pieces.of([0], there.pages.part(0, 1)), []
         there.copier.store(block)

@@ -42,7 +42,7 @@ def test_it_is_entered_once_used_and_left():
 
 @pytest.mark.parametrize("presses", [1, 3])
 def test_an_interrupted_call_has_ended_when_it_raises(presses):
-    """As a load must have, whose memory is the caller's again."""
+    """The memory of an interrupted load belongs to the caller again."""
     home, over, began = thread(lambda: nothing([])), threading.Event(), threading.Event()
     home.start()
 

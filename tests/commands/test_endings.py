@@ -70,7 +70,10 @@ def _below(parent: int) -> Iterator[int]:
 
 
 def temporary_files(home: Path) -> Path:
-    """Name the directory of a command's temporary files. Its path is too long for a Unix socket in it."""
+    """Return a command's TMPDIR.
+
+    Its path is too long for a Unix socket in it.
+    """
     return home / ("tmp" * 36)
 
 

@@ -69,7 +69,7 @@ def finalizers():
 
 
 def may_be_gone(finalizer):
-    """What a finalizer calls that may be gone by then."""
+    """Yield the functions of a finalizer that may be gone at the end of a process."""
     bound = {argument.arg for argument in finalizer.args.args}
     if "is_finalizing" in bound:
         return

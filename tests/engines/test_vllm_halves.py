@@ -620,7 +620,7 @@ def test_a_store_stays_in_the_list_until_its_unproven_end_is_known():
 
 
 class Hanging:
-    """The end of a load in an engine whose thread hangs, with a clock of its own that a wait advances."""
+    """The end of a load that never comes. A wait for it advances a clock."""
 
     now = 0.0
     is_set = False

@@ -506,7 +506,10 @@ def test_in_every_order_of_streams_a_job_comes_behind_what_was_started_before_an
 
 
 def signal_raised(wait: Any, nth: int) -> bool:
-    """Raise in the nth function that begins while vLLM waits for a job. Return whether there were as many."""
+    """Raise in the nth function that begins while vLLM waits for a job.
+
+    Returns whether so many functions began.
+    """
     with worker() as one:
         there, gate, calls = one.there, threading.Event(), 0
         there.fake.kernel(there.compute, lambda: None, gate)
