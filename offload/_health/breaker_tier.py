@@ -332,19 +332,15 @@ class BreakerLease(ReadLease):
         keys: the pinned keys.
     """
 
-    __slots__ = ("_bare", "_runner", "keys")
+    __slots__ = ("_runner", "bare", "keys")
 
     def __init__(self, runner: BreakerRunner, bare: ReadLease) -> None:
         self._runner = runner
-        self._bare = bare
+        self.bare: ReadLease = bare
         self.keys: Sequence[Key] = bare.keys
 
     def __repr__(self) -> str:
         return f"<{self._runner.name}: {self.bare!r}>"
-
-    @property
-    def bare(self) -> ReadLease:
-        return self._bare
 
     def forget(self, positions: Sequence[int]) -> bool:
         """Drop the damaged blocks at these positions."""
@@ -352,7 +348,10 @@ class BreakerLease(ReadLease):
 
     def release_nowait(self) -> bool:
         """Release the blocks if that waits for nothing. Return whether it has."""
-        return self.bare.release_nowait()
+        try:
+            return self.bare.release_nowait()
+        except Exception:  # :meth:`release` meets and logs the error: rule 4
+            return False
 
     def release_from_thread(self) -> bool:
         """Release the blocks if any thread may. Return whether it has."""

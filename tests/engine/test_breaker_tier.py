@@ -13,6 +13,7 @@ import trio.testing
 
 from backends import PlaceClosed
 from backends.abc import LOADED, STORED, Deletion, Destination, Failed, Missed, ReadLease, RoomRequest, Unproven
+from backends.base.pooled import Lease
 from backends.base.slots import PagesDestination
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, PacedTier, payload_of
@@ -584,6 +585,23 @@ async def test_a_lease_of_a_broken_tier_is_let_go_without_an_error(autojump_cloc
     await trio.sleep(1.0)
     await leases[2].release()
     assert guard.health == health  # neither a probe nor a fault
+
+
+async def test_a_lease_that_raises_where_it_need_not_wait_is_released_by_waiting(monkeypatch) -> None:
+    tier, guard = ill_and_guard()
+    tier.fill(KEYS)
+    release_nowait, raised = Lease.release_nowait, []
+
+    def raise_once(self: Lease) -> bool:
+        if not raised:
+            raised.append(self)
+            raise OSError("gone")
+        return release_nowait(self)
+
+    monkeypatch.setattr(Lease, "release_nowait", raise_once)
+    async with await guard.pin(KEYS):
+        pass
+    assert raised and tier.at_rest()
 
 
 async def test_a_release_that_raises_is_logged_and_no_fault_if_it_is_a_mistake(autojump_clock, caplog) -> None:
